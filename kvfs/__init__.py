@@ -1,0 +1,3 @@
+"""KVFS: the KV cache of language-model agents, as files."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Bytes on the device: usable alone, without FUSE, torch or the command."""

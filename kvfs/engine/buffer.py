@@ -1,0 +1,45 @@
+"""What holds operations and dirty bytes until they are in the ring: the protocol.
+
+The engine answers an operation once it is in the buffer, so a buffer outlives the
+process. kvfs.tiers has the one in tmpfs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedOperation:
+    """One operation as it was kept. `data` stays valid until it is released."""
+
+    sequence: int
+    operation: bytes
+    data: memoryview
+
+
+class Buffer(Protocol):
+    def open(self, uuid: bytes, token: bytes, sequence: int) -> Iterator[BufferedOperation]:
+        """The operations after `sequence` that an earlier process left under this token;
+        those of another token, or up to `sequence`, are dropped. Called once, first."""
+
+    def begin(self, token: bytes) -> None:
+        """New operations are kept under this token, and behind what `open` returned."""
+
+    def append(
+        self, sequence: int, operation: bytes, data: bytes | bytearray | memoryview = b""
+    ) -> memoryview:
+        """Keep an operation; returns the kept data. Raises OSError (ENOSPC) when there
+        is no room, with nothing kept."""
+
+    def release(self, sequence: int) -> None:
+        """Operations up to `sequence` are in the ring: their memory is free."""
+
+    def close(self, *, keep: bool) -> None:
+        """Let go; unless `keep`, everything is in the ring and nothing is left behind."""
+
+    @property
+    def room(self) -> int:
+        """Bytes that `append` can surely take."""

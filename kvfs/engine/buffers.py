@@ -1,0 +1,33 @@
+"""Page-aligned buffers that are touched once and used again.
+
+The first touch of fresh memory costs a page fault each 4 KiB, several times the
+price of the copy into it; direct I/O needs the alignment.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BufferPool:
+    """Buffers of one size, last in first out. `kept_max` idle ones stay allocated."""
+
+    size: int
+    kept_max: int
+    _idle: list[memoryview] = field(default_factory=list)
+
+    def take(self) -> memoryview:
+        return self._idle.pop() if self._idle else _touched(self.size)
+
+    def give(self, buffer: memoryview) -> None:
+        """Hand a buffer back; nobody may use it, or a view of it, any longer."""
+        assert len(buffer) == self.size
+        if len(self._idle) < self.kept_max:
+            self._idle.append(buffer)
+
+
+def _touched(size: int) -> memoryview:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    return memoryview(mmap.mmap(-1, size, flags=flags))

@@ -1,0 +1,596 @@
+"""Every structure that KVFS stores, in one place, with its version.
+
+All integers are little-endian except index keys, which are big-endian so that
+they sort as bytes. Every checksum is xxh3-64. docs/format.md says the same in
+prose; a change here bumps FORMAT_VERSION or claims a feature bit.
+
+    | slot 0 | ... | slot 1 | ... | segment 0 | segment 1 | ...
+    segment:  | frame | frame | ... | unused tail |
+    frame:    | header | record headers | items | pad | payload | payload | ...
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from enum import IntEnum, IntFlag
+from typing import ClassVar
+
+import xxhash
+
+FORMAT_VERSION = 1
+BLOCK = 4096
+SUPERBLOCK_ADDRESSES = (0, 512 * 1024)
+DATA_START = 1024 * 1024
+
+SEGMENT_SIZE_MIN = 1024 * 1024
+SEGMENT_SIZE_MAX = 1024 * 1024 * 1024
+SEGMENT_COUNT_MIN = 12
+EXTENT_SIZE_MIN = 128 * 1024
+EXTENT_SIZE_MAX = 1024 * 1024
+NAME_LENGTH_MAX = 255
+NO_SEGMENT = 0xFFFF_FFFF
+ROOT_INODE = 1
+FIRST_FREE_ID = 16
+
+
+class FormatError(Exception):
+    """Bytes that are not what they should be: bad magic, checksum, version or bounds."""
+
+
+def checksum(*parts: bytes | bytearray | memoryview) -> int:
+    """xxh3-64 of the parts, one after the other."""
+    if len(parts) == 1:
+        return xxhash.xxh3_64_intdigest(parts[0])
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest()
+
+
+def round_up(size: int, to: int = BLOCK) -> int:
+    """The smallest multiple of `to` that holds `size` bytes."""
+    return -(-size // to) * to
+
+
+# -- superblock ---------------------------------------------------------------
+
+
+class SuperblockFlag(IntFlag):
+    CLEAN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """Where a stored thing lies, and the checksum that it must have."""
+
+    address: int = 0
+    stored: int = 0
+    size: int = 0
+    codec: int = 0
+    checksum: int = 0
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QIIB3xQ")
+
+    def pack(self) -> bytes:
+        return self.STRUCT.pack(self.address, self.stored, self.size, self.codec, self.checksum)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Pointer:
+        return cls(*cls.STRUCT.unpack(data))
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the log: where the next frame goes, its sequence, its predecessor.
+
+    `offset` is in bytes within the segment, and equals the segment size when full.
+    """
+
+    segment: int
+    offset: int
+    next_segment: int
+    sequence: int
+    previous_checksum: int
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIQQQ")
+
+    def pack(self) -> bytes:
+        return self.STRUCT.pack(
+            self.segment, self.next_segment, self.offset, self.sequence, self.previous_checksum
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Position:
+        segment, next_segment, offset, sequence, previous = cls.STRUCT.unpack(data)
+        return cls(segment, offset, next_segment, sequence, previous)
+
+
+@dataclass(frozen=True, slots=True)
+class Superblock:
+    """The root of everything. Two slots, written in turn; the newest valid one wins.
+
+    `features` are incompatible: a reader that does not know one must refuse.
+    `id_floor`: no inode or extent id at or above it was ever handed out.
+    `key_table` and `epoch_key` are reserved for encryption at rest.
+    """
+
+    uuid: bytes
+    generation: int
+    epoch: int
+    created_ns: int
+    device_size: int
+    segment_size: int
+    segment_count: int
+    id_floor: int
+    hash_key: bytes
+    oplog_token: bytes
+    flags: SuperblockFlag
+    operation: int
+    checkpoint: Pointer
+    replay: Position
+    features: int = 0
+    key_table: Pointer = Pointer()
+    epoch_key: bytes = bytes(32)
+
+    MAGIC: ClassVar[bytes] = b"KVFSRING"
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIQ16sQQQQQIIQ16s16sIIQ28s32s28s32s")
+
+    def pack(self) -> bytes:
+        body = self.STRUCT.pack(
+            self.MAGIC,
+            FORMAT_VERSION,
+            BLOCK,
+            self.features,
+            self.uuid,
+            self.generation,
+            self.epoch,
+            self.created_ns,
+            self.device_size,
+            self.segment_size,
+            self.segment_count,
+            DATA_START,
+            self.id_floor,
+            self.hash_key,
+            self.oplog_token,
+            self.flags,
+            0,
+            self.operation,
+            self.checkpoint.pack(),
+            self.replay.pack(),
+            self.key_table.pack(),
+            self.epoch_key,
+        )
+        body = body.ljust(BLOCK - 8, b"\0")
+        return body + checksum(body).to_bytes(8, "little")
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Superblock:
+        """Raises FormatError when the block is no superblock of this version."""
+        data = bytes(data)
+        if data[:8] != cls.MAGIC:
+            raise FormatError("no KVFS superblock")
+        if checksum(data[: BLOCK - 8]) != int.from_bytes(data[BLOCK - 8 :], "little"):
+            raise FormatError("superblock checksum mismatch")
+        (
+            _, version, block, features, uuid, generation, epoch, created_ns, device_size,
+            segment_size, segment_count, data_start, id_floor, hash_key, oplog_token, flags, _,
+            operation, checkpoint, replay, key_table, epoch_key,
+        ) = cls.STRUCT.unpack_from(data)  # fmt: skip
+        if version != FORMAT_VERSION or block != BLOCK or data_start != DATA_START:
+            raise FormatError(f"format version {version} is unknown to this release")
+        if features:
+            raise FormatError(f"feature bits {features:#x} are unknown to this release")
+        return cls(
+            uuid=uuid,
+            generation=generation,
+            epoch=epoch,
+            created_ns=created_ns,
+            device_size=device_size,
+            segment_size=segment_size,
+            segment_count=segment_count,
+            id_floor=id_floor,
+            hash_key=hash_key,
+            oplog_token=oplog_token,
+            flags=SuperblockFlag(flags),
+            operation=operation,
+            checkpoint=Pointer.unpack(checkpoint),
+            replay=Position.unpack(replay),
+            features=features,
+            key_table=Pointer.unpack(key_table),
+            epoch_key=epoch_key,
+        )
+
+    def next(self, **changes: object) -> Superblock:
+        """The superblock that follows this one, with `changes` applied."""
+        return replace(self, generation=self.generation + 1, **changes)  # type: ignore[arg-type]
+
+    @property
+    def address(self) -> int:
+        """The slot that this generation is written to, in bytes from the start."""
+        return SUPERBLOCK_ADDRESSES[self.generation % len(SUPERBLOCK_ADDRESSES)]
+
+
+# -- frames -------------------------------------------------------------------
+
+
+class FrameFlag(IntFlag):
+    CONTINUES = 1  # the commit unit goes on in the next frame
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """What is written to the ring at once. The header has its own checksum, so
+    that its lengths can be trusted before the table is read; the table's checksum
+    covers record headers and items; each payload has one in its record header.
+
+    `operation`: the last operation whose effect is complete with this frame.
+    `flushed`: the last sequence that was known to be flushed when it was made.
+    """
+
+    uuid: bytes
+    epoch: int
+    sequence: int
+    previous_checksum: int
+    flushed: int
+    operation: int
+    address: int
+    next_segment: int
+    flags: FrameFlag
+    record_count: int
+    item_bytes: int
+    head_length: int
+    frame_length: int
+    table_checksum: int
+
+    MAGIC: ClassVar[bytes] = b"KVFRAME1"
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8s16sQQQQQQIIIIIIQ")
+    SIZE: ClassVar[int] = STRUCT.size + 8
+
+    def pack(self) -> bytes:
+        body = self.STRUCT.pack(
+            self.MAGIC,
+            self.uuid,
+            self.epoch,
+            self.sequence,
+            self.previous_checksum,
+            self.flushed,
+            self.operation,
+            self.address,
+            self.next_segment,
+            self.flags,
+            self.record_count,
+            self.item_bytes,
+            self.head_length,
+            self.frame_length,
+            self.table_checksum,
+        )
+        return body + checksum(body).to_bytes(8, "little")
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> FrameHeader:
+        """Raises FormatError when the bytes are no frame header."""
+        if bytes(data[:8]) != cls.MAGIC:
+            raise FormatError("no frame")
+        body, stored = bytes(data[: cls.STRUCT.size]), data[cls.STRUCT.size : cls.SIZE]
+        if checksum(body) != int.from_bytes(stored, "little"):
+            raise FormatError("frame header checksum mismatch")
+        fields = cls.STRUCT.unpack(body)
+        return cls(*fields[1:9], FrameFlag(fields[9]), *fields[10:])
+
+
+class RecordKind(IntEnum):
+    DATA = 1
+    INDEX = 2
+    CHECKPOINT = 3
+
+
+@dataclass(slots=True)
+class RecordHeader:
+    """Names one payload of a frame.
+
+    `offset` and `size` are bytes of the file (for DATA), `stored` the bytes in the
+    ring, `payload` where they begin in the frame. `cipher` and `key_id` are reserved.
+    """
+
+    kind: int
+    codec: int
+    item_size: int
+    session_id: int
+    object_id: int
+    extent_id: int
+    offset: int
+    size: int
+    stored: int
+    payload: int
+    checksum: int
+    cipher: int = 0
+    key_id: int = 0
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<BBBB I QQQQ III4x Q")
+    SIZE: ClassVar[int] = STRUCT.size
+
+    def pack(self) -> bytes:
+        return self.STRUCT.pack(
+            self.kind, self.codec, self.item_size, self.cipher, self.key_id,
+            self.session_id, self.object_id, self.extent_id, self.offset,
+            self.size, self.stored, self.payload, self.checksum,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack_from(cls, data: bytes | memoryview, at: int) -> RecordHeader:
+        (
+            kind, codec, item_size, cipher, key_id, session_id, object_id, extent_id, offset,
+            size, stored, payload, check,
+        ) = cls.STRUCT.unpack_from(data, at)  # fmt: skip
+        return cls(
+            kind, codec, item_size, session_id, object_id, extent_id, offset, size, stored,
+            payload, check, cipher, key_id,
+        )  # fmt: skip
+
+
+# -- items: the keys and values of the index, which frames carry as deltas -------
+
+
+class ItemKind(IntEnum):
+    INODE = 1
+    XATTR = 2
+    DENTRY = 3
+    MAP = 4
+    ORPHAN = 5
+    EXTENT = 6
+    REFERENCES = 7
+    SYMLINK = 8
+
+
+KEY = struct.Struct(">BQBQ")
+TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS = 1, 2, 3
+_ITEM_HEAD = struct.Struct("<18sI")
+_TOMBSTONE = 0xFFFF_FFFF
+Item = tuple[bytes, "bytes | None"]
+
+
+def inode_key(ino: int) -> bytes:
+    return KEY.pack(TABLE_INODES, ino, ItemKind.INODE, 0)
+
+
+def symlink_key(ino: int) -> bytes:
+    return KEY.pack(TABLE_INODES, ino, ItemKind.SYMLINK, 0)
+
+
+def xattr_key(ino: int, slot: int) -> bytes:
+    return KEY.pack(TABLE_INODES, ino, ItemKind.XATTR, slot)
+
+
+def dentry_key(directory: int, slot: int) -> bytes:
+    return KEY.pack(TABLE_INODES, directory, ItemKind.DENTRY, slot)
+
+
+def map_key(ino: int, offset: int) -> bytes:
+    return KEY.pack(TABLE_INODES, ino, ItemKind.MAP, offset)
+
+
+def orphan_key(ino: int) -> bytes:
+    return KEY.pack(TABLE_ORPHANS, ino, ItemKind.ORPHAN, 0)
+
+
+def extent_key(extent_id: int) -> bytes:
+    return KEY.pack(TABLE_EXTENTS, extent_id, ItemKind.EXTENT, 0)
+
+
+def references_key(extent_id: int) -> bytes:
+    return KEY.pack(TABLE_EXTENTS, extent_id, ItemKind.REFERENCES, 0)
+
+
+def key_slot(key: bytes) -> int:
+    """The last part of a key: an offset, or hash and collision number of a name."""
+    return int.from_bytes(key[10:], "big")
+
+
+def key_owner(key: bytes) -> int:
+    return int.from_bytes(key[1:9], "big")
+
+
+def name_slot(hash_key: bytes, name: bytes) -> int:
+    """First slot of a name: a 55-bit keyed hash above 8 bits of collision number.
+
+    A slot is also the readdir cookie, so it is positive and above 2.
+    """
+    seed = int.from_bytes(hash_key[:8], "little")
+    hashed = xxhash.xxh3_64_intdigest(hash_key + name, seed) >> 9
+    return max(hashed, 1) << 8
+
+
+NAME_COLLISIONS_MAX = 256
+
+
+@dataclass(slots=True)
+class Inode:
+    """An inode. `parent` and `name` are a hint for fsck: where its last link was made."""
+
+    ino: int
+    mode: int
+    uid: int = 0
+    gid: int = 0
+    nlink: int = 1
+    rdev: int = 0
+    size: int = 0
+    stored: int = 0
+    atime_ns: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+    birth_ns: int = 0
+    parent: int = 0
+    name: bytes = b""
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<IIIIQQQqqqqQ")
+
+    def pack(self) -> bytes:
+        fixed = self.STRUCT.pack(
+            self.mode, self.uid, self.gid, self.nlink, self.rdev, self.size, self.stored,
+            self.atime_ns, self.mtime_ns, self.ctime_ns, self.birth_ns, self.parent,
+        )  # fmt: skip
+        return fixed + self.name
+
+    @classmethod
+    def unpack(cls, ino: int, value: bytes) -> Inode:
+        fields = cls.STRUCT.unpack_from(value)
+        return cls(ino, *fields, name=value[cls.STRUCT.size :])
+
+
+@dataclass(frozen=True, slots=True)
+class Dentry:
+    ino: int
+    type: int  # S_IFMT bits of the mode
+    name: bytes
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QI")
+
+    def pack(self) -> bytes:
+        return self.STRUCT.pack(self.ino, self.type) + self.name
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Dentry:
+        ino, type_ = cls.STRUCT.unpack_from(value)
+        return cls(ino, type_, value[cls.STRUCT.size :])
+
+
+@dataclass(frozen=True, slots=True)
+class Xattr:
+    name: bytes
+    value: bytes
+
+    def pack(self) -> bytes:
+        return bytes([len(self.name)]) + self.name + self.value
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Xattr:
+        end = 1 + value[0]
+        return cls(value[1:end], value[end:])
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`length` bytes of a file from `offset` on are those of an extent from `skew` on."""
+
+    offset: int
+    length: int
+    extent_id: int
+    skew: int
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QII")
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+    def pack(self) -> bytes:
+        return self.STRUCT.pack(self.extent_id, self.skew, self.length)
+
+    @classmethod
+    def unpack(cls, offset: int, value: bytes) -> Slice:
+        extent_id, skew, length = cls.STRUCT.unpack(value)
+        return cls(offset, length, extent_id, skew)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A run of file bytes stored as one checked unit. Lengths are in bytes."""
+
+    extent_id: int
+    address: int
+    stored: int
+    size: int
+    codec: int
+    item_size: int
+    checksum: int
+    cipher: int = 0
+    key_id: int = 0
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QIIBBBxIQ")
+
+    def pack(self) -> bytes:
+        return self.STRUCT.pack(
+            self.address, self.stored, self.size, self.codec, self.item_size, self.cipher,
+            self.key_id, self.checksum,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, extent_id: int, value: bytes) -> Extent:
+        address, stored, size, codec, item_size, cipher, key_id, check = cls.STRUCT.unpack(value)
+        return cls(extent_id, address, stored, size, codec, item_size, check, cipher, key_id)
+
+    @property
+    def blocks_end(self) -> int:
+        """The address after its last block."""
+        return self.address + round_up(self.stored)
+
+
+REFERENCES = struct.Struct("<I")
+
+
+def pack_items(items: list[Item]) -> bytes:
+    """Key, length, value; a tombstone has the length 2^32 - 1 and no value."""
+    parts = []
+    for key, value in items:
+        parts.append(_ITEM_HEAD.pack(key, _TOMBSTONE if value is None else len(value)))
+        if value:
+            parts.append(value)
+    return b"".join(parts)
+
+
+def unpack_items(data: bytes) -> list[Item]:
+    """Raises FormatError when the bytes do not end with an item's end."""
+    items: list[Item] = []
+    at, end = 0, len(data)
+    while at < end:
+        if at + _ITEM_HEAD.size > end:
+            raise FormatError("an item is cut")
+        key, length = _ITEM_HEAD.unpack_from(data, at)
+        at += _ITEM_HEAD.size
+        if length == _TOMBSTONE:
+            items.append((key, None))
+            continue
+        if at + length > end:
+            raise FormatError("an item's value is cut")
+        items.append((key, data[at : at + length]))
+        at += length
+    return items
+
+
+ITEM_OVERHEAD = _ITEM_HEAD.size
+
+
+# -- the operation log in tmpfs -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OplogChunkHeader:
+    """The first bytes of a chunk file. `first` is the sequence of its first record."""
+
+    uuid: bytes
+    token: bytes
+    first: int
+
+    MAGIC: ClassVar[bytes] = b"KVFSOPL1"
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8s16s16sQ")
+    SIZE: ClassVar[int] = STRUCT.size + 8
+
+    def pack(self) -> bytes:
+        body = self.STRUCT.pack(self.MAGIC, self.uuid, self.token, self.first)
+        return body + checksum(body).to_bytes(8, "little")
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> OplogChunkHeader:
+        body = bytes(data[: cls.STRUCT.size])
+        stored = int.from_bytes(data[cls.STRUCT.size : cls.SIZE], "little")
+        if body[:8] != cls.MAGIC or checksum(body) != stored:
+            raise FormatError("no operation log chunk")
+        return cls(*cls.STRUCT.unpack(body)[1:])
+
+
+# length of the operation, length of its data, sequence; then a checksum over these
+# fields, the operation and the data.
+OPLOG_RECORD = struct.Struct("<IIQ")
+OPLOG_RECORD_SIZE = OPLOG_RECORD.size + 8
+OPLOG_ALIGN = 64

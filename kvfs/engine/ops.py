@@ -1,0 +1,144 @@
+"""Operations: what a user's request asks of the store, complete enough to be done again.
+
+Ids and times are part of an operation, so that doing it twice on the same state
+gives the same result: the operation log is replayed after a crash of the daemon.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import msgpack
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """`time_ns`: when it happened, in ns since the epoch."""
+
+    CODE: ClassVar[int]
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Create(Operation):
+    """A file, directory, symlink (`target`) or special file (`rdev`), as `mode` says."""
+
+    CODE: ClassVar[int] = 1
+    parent: int
+    name: bytes
+    ino: int
+    mode: int
+    uid: int
+    gid: int
+    rdev: int = 0
+    target: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Link(Operation):
+    CODE: ClassVar[int] = 2
+    ino: int
+    parent: int
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Unlink(Operation):
+    """Remove a name that is not a directory's."""
+
+    CODE: ClassVar[int] = 3
+    parent: int
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rmdir(Operation):
+    CODE: ClassVar[int] = 4
+    parent: int
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Rename(Operation):
+    """`exchange` swaps two names; otherwise the target is replaced if `replace`."""
+
+    CODE: ClassVar[int] = 5
+    parent: int
+    name: bytes
+    new_parent: int
+    new_name: bytes
+    replace: bool = True
+    exchange: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SetAttributes(Operation):
+    """None leaves an attribute as it is. Times are ns since the epoch, size is bytes."""
+
+    CODE: ClassVar[int] = 6
+    ino: int
+    mode: int | None = None
+    uid: int | None = None
+    gid: int | None = None
+    size: int | None = None
+    atime_ns: int | None = None
+    mtime_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Write(Operation):
+    """The data follows the operation in the log."""
+
+    CODE: ClassVar[int] = 7
+    ino: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetXattr(Operation):
+    CODE: ClassVar[int] = 8
+    ino: int
+    name: bytes
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveXattr(Operation):
+    CODE: ClassVar[int] = 9
+    ino: int
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Operation):
+    """Free an inode without a name, once nobody holds it."""
+
+    CODE: ClassVar[int] = 10
+    ino: int
+
+
+_TYPES: dict[int, type[Operation]] = {
+    type_.CODE: type_
+    for type_ in (
+        Create, Link, Unlink, Rmdir, Rename, SetAttributes, Write, SetXattr, RemoveXattr, Drop,
+    )
+}  # fmt: skip
+_FIELDS = {type_: tuple(f.name for f in fields(type_)) for type_ in _TYPES.values()}
+
+
+def pack(operation: Operation) -> bytes:
+    names = _FIELDS[type(operation)]
+    packed: bytes = msgpack.packb(
+        [operation.CODE, *(getattr(operation, name) for name in names)], use_bin_type=True
+    )
+    return packed
+
+
+def unpack(data: bytes) -> Operation:
+    """Raises ValueError (or a subclass) when the bytes are no operation."""
+    code, *values = msgpack.unpackb(data, raw=False)
+    if code not in _TYPES:
+        raise ValueError(f"operation {code} is unknown to this release")
+    return _TYPES[code](*values)

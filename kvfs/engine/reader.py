@@ -1,0 +1,195 @@
+"""Reads extents from the device: neighbours in one I/O, verified, decoded, kept a while.
+
+An extent's id is never reused and its bytes never change, so what is kept cannot
+go stale. Chunks (one device read each) live in pooled buffers; the least recently
+used are given up. All state belongs to the loop's thread; a chunk's work touches
+only the device and its own buffers.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvfs.engine import codec
+from kvfs.engine.buffers import BufferPool
+from kvfs.engine.codec import Codec
+from kvfs.engine.device import Device
+from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
+from kvfs.engine.io import Completion, Executor
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Neighbouring extents, read at once. `views` has the decoded bytes of each that
+    was good; `bad` those whose bytes are not what was written."""
+
+    extents: list[Extent]
+    read: Completion[None]
+    buffer: memoryview
+    starts: dict[int, int] = field(default_factory=dict)
+    bad: set[int] = field(default_factory=set)
+    users: int = 0
+    evicted: bool = False
+
+
+@dataclass(slots=True)
+class ReadErrors:
+    """Counters, one for each kind of error."""
+
+    device: int = 0
+    checksum: int = 0
+
+
+class ExtentReader:
+    """A bounded cache of decoded extents over the device. `cache_size` in bytes."""
+
+    def __init__(self, device: Device, executor: Executor, cache_size: int) -> None:
+        self._device = device
+        self._executor = executor
+        self._chunks_max = max(4, cache_size // EXTENT_SIZE_MAX)
+        self._pool = BufferPool(EXTENT_SIZE_MAX, self._chunks_max)
+        self._chunks: OrderedDict[int, Chunk] = OrderedDict()
+        self._by_extent: dict[int, Chunk] = {}
+        self.errors = ReadErrors()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of decoded extents that are kept."""
+        return self._chunks_max * EXTENT_SIZE_MAX
+
+    def fetch(self, extents: Sequence[Extent]) -> list[Chunk]:
+        """The chunks that hold, or will hold, these extents; reads what is missing."""
+        chunks: list[Chunk] = []
+        missing: list[Extent] = []
+        for extent in extents:
+            chunk = self._by_extent.get(extent.extent_id)
+            if chunk is None:
+                missing.append(extent)
+                continue
+            self._chunks.move_to_end(id(chunk))
+            if not chunks or chunks[-1] is not chunk:
+                chunks.append(chunk)
+        return chunks + [self._start(group) for group in _neighbours(missing)]
+
+    def find(self, extent_id: int) -> tuple[memoryview, int] | None:
+        """The buffer that holds an extent's bytes and where they start in it; None when
+        it is not there (yet). Raises OSError EIO when it was read and is not good."""
+        chunk = self._by_extent.get(extent_id)
+        if chunk is None or not chunk.read.done:
+            return None
+        if extent_id in chunk.bad:
+            raise OSError(errno.EIO, f"extent {extent_id} fails its checksum")
+        return chunk.buffer, chunk.starts[extent_id]
+
+    def pin(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.users += 1
+
+    def unpin(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.users -= 1
+            self._give_back(chunk)
+
+    def _start(self, extents: list[Extent]) -> Chunk:
+        self._make_room()
+        raw = all(extent.codec == Codec.NONE for extent in extents)
+        buffer = self._pool.take()
+        scratch = None if raw else self._pool.take()
+        chunk = Chunk(extents, Completion(), buffer)
+        work = _ReadChunk(self._device, chunk, buffer if scratch is None else scratch)
+        chunk.read = self._executor.submit(work)
+        chunk.users += 1
+        self._chunks[id(chunk)] = chunk
+        for extent in extents:
+            self._by_extent[extent.extent_id] = chunk
+        chunk.read.when_done(lambda: self._finished(chunk, scratch))
+        return chunk
+
+    def _finished(self, chunk: Chunk, scratch: memoryview | None) -> None:
+        if scratch is not None:
+            self._pool.give(scratch)
+        self.errors.checksum += len(chunk.bad)
+        if chunk.read.error is not None:
+            self.errors.device += 1
+            self._evict(chunk)
+        self.unpin([chunk])
+
+    def _make_room(self) -> None:
+        excess = len(self._chunks) - self._chunks_max + 1
+        if excess > 0:
+            idle = (chunk for chunk in self._chunks.values() if chunk.users == 0)
+            for chunk in list(islice(idle, excess)):
+                self._evict(chunk)
+
+    def _evict(self, chunk: Chunk) -> None:
+        if chunk.evicted:
+            return
+        chunk.evicted = True
+        del self._chunks[id(chunk)]
+        for extent in chunk.extents:
+            if self._by_extent.get(extent.extent_id) is chunk:
+                del self._by_extent[extent.extent_id]
+        self._give_back(chunk)
+
+    def _give_back(self, chunk: Chunk) -> None:
+        if chunk.evicted and chunk.users == 0:
+            self._pool.give(chunk.buffer)
+
+
+@dataclass(slots=True)
+class _ReadChunk:
+    """Runs in a thread. `into` receives the stored bytes: the chunk's buffer itself
+    when all of them are raw."""
+
+    device: Device
+    chunk: Chunk
+    into: memoryview
+
+    def __call__(self) -> None:
+        chunk = self.chunk
+        first = chunk.extents[0].address
+        length = chunk.extents[-1].blocks_end - first
+        self.device.read(first, [self.into[:length]])
+        decoded_at = 0
+        for extent in chunk.extents:
+            start = extent.address - first
+            stored = self.into[start : start + extent.stored]
+            if checksum(stored) != extent.checksum:
+                chunk.bad.add(extent.extent_id)
+            elif self.into is chunk.buffer:
+                chunk.starts[extent.extent_id] = start
+            else:
+                out = chunk.buffer[decoded_at : decoded_at + extent.size]
+                self._decode(extent, stored, out)
+                chunk.starts[extent.extent_id] = decoded_at
+                decoded_at += extent.size
+
+    def _decode(self, extent: Extent, stored: memoryview, out: memoryview) -> None:
+        try:
+            codec.decode(extent.codec, extent.item_size, stored, out)
+        except FormatError:
+            self.chunk.bad.add(extent.extent_id)
+
+
+def _neighbours(extents: Sequence[Extent]) -> list[list[Extent]]:
+    """Groups of extents that lie one behind the other and fit in one buffer, stored
+    and decoded."""
+    groups: list[list[Extent]] = []
+    stored = decoded = 0
+    end = -1
+    for extent in extents:
+        taken = round_up(extent.stored)
+        fits = stored + taken <= EXTENT_SIZE_MAX and decoded + extent.size <= EXTENT_SIZE_MAX
+        if extent.address == end and fits:
+            groups[-1].append(extent)
+        else:
+            groups.append([extent])
+            stored = decoded = 0
+        stored += taken
+        decoded += extent.size
+        end = extent.blocks_end
+    return groups

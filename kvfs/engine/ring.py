@@ -1,0 +1,295 @@
+"""The ring: segments, and the frames appended to them.
+
+The ring places frames and knows which segments may be overwritten. It does no I/O
+of its own: `append` returns what is to be written and where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvfs.engine.device import Device
+from kvfs.engine.format import (
+    BLOCK,
+    DATA_START,
+    NO_SEGMENT,
+    FormatError,
+    FrameFlag,
+    FrameHeader,
+    Item,
+    Position,
+    RecordHeader,
+    checksum,
+    round_up,
+    unpack_items,
+)
+from kvfs.engine.liveness import Liveness
+
+FRAME_SIZE_MAX = 16 * 1024 * 1024
+# Segments that operations of users never get: the next one of the log, and what rm, a
+# checkpoint and cleaning need in order to make room.
+RESERVED_SEGMENTS = 3
+
+
+class RingFull(Exception):
+    """No segment is left, not even for what makes room. Admission should prevent it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where segments lie. Sizes in bytes."""
+
+    segment_size: int
+    segment_count: int
+
+    def address(self, segment: int, offset: int = 0) -> int:
+        return DATA_START + segment * self.segment_size + offset
+
+    def segment(self, address: int) -> int:
+        return (address - DATA_START) // self.segment_size
+
+    def contains(self, address: int, length: int) -> bool:
+        """Whether a block-aligned range lies within one segment."""
+        if address % BLOCK or not DATA_START <= address < self.address(self.segment_count):
+            return False
+        return length <= self.segment_size - (address - DATA_START) % self.segment_size
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedFrame:
+    """A frame with its place: write `buffers`, one after the other, to its address."""
+
+    header: FrameHeader
+    buffers: Sequence[memoryview]
+
+    @property
+    def payload_address(self) -> int:
+        return self.header.address + self.header.head_length
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A frame as read back: everything but the payloads, which are verified."""
+
+    header: FrameHeader
+    records: list[RecordHeader]
+    items: list[Item]
+
+
+def head_size(record_count: int, item_bytes: int) -> int:
+    """Bytes of a frame before its payloads."""
+    return round_up(FrameHeader.SIZE + record_count * RecordHeader.SIZE + item_bytes)
+
+
+@dataclass(slots=True)
+class Ring:
+    """The log's head, and which segments are free.
+
+    A segment may be overwritten once it is dead, was dead in the checkpoints of both
+    superblock slots (`needed_from` is the older one's replay sequence), and holds no
+    frame that a replay from either would read.
+    """
+
+    geometry: Geometry
+    uuid: bytes
+    epoch: int
+    position: Position
+    flushed: int = 0
+    needed_from: int = 0
+    liveness: Liveness = field(init=False)
+    _last_sequence: npt.NDArray[np.int64] = field(init=False)
+    _died: npt.NDArray[np.int64] = field(init=False)
+    _announced: int = field(init=False)
+    _free: int | None = None
+
+    def __post_init__(self) -> None:
+        count = self.geometry.segment_count
+        self.liveness = Liveness(count, self.geometry.segment_size)
+        self._last_sequence = np.full(count, -1, np.int64)
+        self._died = np.full(count, -1, np.int64)
+        self._announced = self.position.next_segment
+
+    # -- the head
+
+    @property
+    def room(self) -> int:
+        """Bytes left in the head's segment, less the block kept for a link."""
+        return self.geometry.segment_size - self.position.offset - BLOCK
+
+    def advance(self, operation: int) -> list[PlacedFrame]:
+        """Go on in the next segment. Where no frame has named it yet, one without
+        records does. Raises RingFull when there is none."""
+        self.choose_next()
+        if self.position.next_segment == NO_SEGMENT:
+            raise RingFull
+        links = []
+        if self.position.next_segment != self._announced:
+            empty = memoryview(b"")
+            links = [self.append([], empty, b"", operation=operation, continues=True)]
+        self.position = replace(
+            self.position, segment=self.position.next_segment, offset=0, next_segment=NO_SEGMENT
+        )
+        self._announced = NO_SEGMENT
+        self._free = None
+        self.choose_next()
+        return links
+
+    def choose_next(self) -> None:
+        """Name the segment after this one, if that is still open and one is free."""
+        if self.position.next_segment != NO_SEGMENT:
+            return
+        free = np.flatnonzero(self._free_mask())
+        if free.size:
+            # The next one upwards: a session's frames lie together on the device.
+            later = free[free > self.position.segment]
+            chosen = int(later[0] if later.size else free[0])
+            self.position = replace(self.position, next_segment=chosen)
+            self._free = None
+
+    def append(
+        self,
+        records: list[RecordHeader],
+        payload: memoryview,
+        items: bytes,
+        *,
+        operation: int,
+        continues: bool,
+    ) -> PlacedFrame:
+        """Place a frame at the head. Its records' payload offsets are made relative to
+        the frame; the caller has seen to it that it fits in `room`."""
+        head_length = head_size(len(records), len(items))
+        frame_length = head_length + len(payload)
+        assert frame_length <= self.room + BLOCK and len(payload) % BLOCK == 0
+        for record in records:
+            record.payload += head_length
+        table = b"".join([*(record.pack() for record in records), items])
+        header = FrameHeader(
+            uuid=self.uuid,
+            epoch=self.epoch,
+            sequence=self.position.sequence,
+            previous_checksum=self.position.previous_checksum,
+            flushed=self.flushed,
+            operation=operation,
+            address=self.geometry.address(self.position.segment, self.position.offset),
+            next_segment=self.position.next_segment,
+            flags=FrameFlag.CONTINUES if continues else FrameFlag(0),
+            record_count=len(records),
+            item_bytes=len(items),
+            head_length=head_length,
+            frame_length=frame_length,
+            table_checksum=checksum(table),
+        )
+        head = _aligned_copy(header.pack() + table, head_length)
+        self.passed(header)
+        return PlacedFrame(header, (head, payload))
+
+    def passed(self, header: FrameHeader) -> None:
+        """The head is now behind this frame: it was placed, or replayed."""
+        segment = self.geometry.segment(header.address)
+        self._last_sequence[segment] = header.sequence
+        self.position = Position(
+            segment=segment,
+            offset=(header.address - DATA_START) % self.geometry.segment_size
+            + header.frame_length,
+            next_segment=header.next_segment,
+            sequence=header.sequence + 1,
+            previous_checksum=checksum(header.pack()),
+        )
+        self._announced = header.next_segment
+
+    # -- segments
+
+    def release(self, address: int, stored: int) -> None:
+        """The blocks of an extent or node are dead."""
+        if self.liveness.clear(address, stored):
+            self._died[self.geometry.segment(address)] = self.position.sequence
+
+    def checkpointed(self, needed_from: int) -> None:
+        """Both superblock slots replay from `needed_from` or later."""
+        self.needed_from = needed_from
+        self._free = None
+        self.choose_next()
+
+    @property
+    def free_segments(self) -> int:
+        """Segments that may be overwritten now, besides the head's and the next one."""
+        if self._free is None:
+            self._free = int(np.count_nonzero(self._free_mask()))
+        return self._free
+
+    @property
+    def dead_segments(self) -> int:
+        """Segments without a live block, whether or not they may be overwritten yet."""
+        return int(np.count_nonzero(self._dead_mask()))
+
+    def _dead_mask(self) -> npt.NDArray[np.bool_]:
+        dead = self.liveness.live_blocks == 0
+        dead[self.position.segment] = False
+        if self.position.next_segment != NO_SEGMENT:
+            dead[self.position.next_segment] = False
+        return dead
+
+    def _free_mask(self) -> npt.NDArray[np.bool_]:
+        bound = self.needed_from
+        return self._dead_mask() & (self._last_sequence < bound) & (self._died < bound)
+
+
+def _aligned_copy(data: bytes, length: int) -> memoryview:
+    # Frame heads are small and many sizes: numpy's own allocation, aligned by slicing.
+    raw = np.zeros(length + BLOCK, np.uint8)
+    skip = -raw.ctypes.data % BLOCK
+    view = memoryview(raw)[skip : skip + length]
+    view[: len(data)] = data
+    return view
+
+
+# -- reading back ----------------------------------------------------------------
+
+
+def read_header(ring: Ring, device: Device, segment: int, offset: int) -> FrameHeader:
+    """The valid header of a frame of this ring at this place. Raises FormatError."""
+    geometry = ring.geometry
+    if offset + BLOCK > geometry.segment_size:
+        raise FormatError("the segment ends")
+    address = geometry.address(segment, offset)
+    header = FrameHeader.unpack(read_bytes(device, address, BLOCK))
+    if header.uuid != ring.uuid or header.address != address:
+        raise FormatError("a frame of another ring or place")
+    whole = geometry.contains(address, header.frame_length)
+    heads = FrameHeader.SIZE + header.record_count * RecordHeader.SIZE + header.item_bytes
+    if not whole or not heads <= header.head_length <= header.frame_length:
+        raise FormatError("a frame's lengths do not fit")
+    if header.frame_length % BLOCK or header.head_length % BLOCK:
+        raise FormatError("a frame's lengths are not whole blocks")
+    return header
+
+
+def read_frame(device: Device, header: FrameHeader) -> Frame:
+    """The frame with this header, all of its checksums verified. Raises FormatError."""
+    data = read_bytes(device, header.address, header.frame_length)
+    records_end = FrameHeader.SIZE + header.record_count * RecordHeader.SIZE
+    table_end = records_end + header.item_bytes
+    if checksum(data[FrameHeader.SIZE : table_end]) != header.table_checksum:
+        raise FormatError("frame table checksum mismatch")
+    records = [
+        RecordHeader.unpack_from(data, FrameHeader.SIZE + number * RecordHeader.SIZE)
+        for number in range(header.record_count)
+    ]
+    for record in records:
+        end = record.payload + record.stored
+        if not header.head_length <= record.payload <= end <= header.frame_length:
+            raise FormatError("a record lies outside of its frame")
+        if checksum(data[record.payload : end]) != record.checksum:
+            raise FormatError("payload checksum mismatch")
+    return Frame(header, records, unpack_items(bytes(data[records_end:table_end])))
+
+
+def read_bytes(device: Device, address: int, length: int) -> memoryview:
+    """`length` bytes, a multiple of BLOCK, in a fresh aligned buffer. Raises OSError."""
+    buffer = _aligned_copy(b"", length)
+    device.read(address, [buffer])
+    return buffer

@@ -1,0 +1,1 @@
+"""The POSIX face: the only part that knows FUSE."""

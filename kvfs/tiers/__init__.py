@@ -1,0 +1,1 @@
+"""Where bytes are while they are not only on the device."""

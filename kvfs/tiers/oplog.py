@@ -1,0 +1,207 @@
+"""The operation log in tmpfs: what is answered survives the daemon.
+
+Chunk files of one size lie in a directory of a tmpfs and are mapped. An operation
+is a record: lengths, sequence, checksum, the operation, its data. When the process
+is killed the files stay, and the next mount finds every record that was whole.
+Chunks whose records are all in the ring are used again: their pages are touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvfs.engine.buffer import BufferedOperation
+from kvfs.engine.format import (
+    OPLOG_ALIGN,
+    OPLOG_RECORD,
+    OPLOG_RECORD_SIZE,
+    FormatError,
+    OplogChunkHeader,
+    checksum,
+    round_up,
+)
+
+CHUNK_SIZE = 8 * 1024 * 1024
+_KEPT_CHUNKS = 16
+_FIRST_RECORD = round_up(OplogChunkHeader.SIZE, OPLOG_ALIGN)
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """A mapped chunk file. `last` is the sequence of its last record."""
+
+    path: Path
+    view: memoryview
+    end: int = _FIRST_RECORD
+    last: int = -1
+
+    @property
+    def room(self) -> int:
+        return len(self.view) - self.end
+
+
+@dataclass(slots=True)
+class OperationLog:
+    """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes."""
+
+    directory: Path
+    limit: int
+    _uuid: bytes = b""
+    _token: bytes = b""
+    _used: deque[_Chunk] = field(default_factory=deque)
+    _idle: list[_Chunk] = field(default_factory=list)
+    _serial: int = 0
+
+    def open(self, uuid: bytes, token: bytes, sequence: int) -> Iterator[BufferedOperation]:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._uuid, self._token = uuid, token
+        expected = sequence + 1
+        for first, chunk in self._left_behind():
+            if first > expected or expected < 0:
+                self._discard(chunk)
+                continue
+            for record in _records(chunk, first):
+                chunk.last = record.sequence
+                if record.sequence == expected:
+                    expected += 1
+                    yield record
+            if chunk.last > sequence:
+                self._used.append(chunk)
+            else:
+                self._discard(chunk)
+
+    def begin(self, token: bytes) -> None:
+        self._token = token
+
+    def append(
+        self, sequence: int, operation: bytes, data: bytes | bytearray | memoryview = b""
+    ) -> memoryview:
+        length = len(data)
+        size = OPLOG_RECORD_SIZE + len(operation) + length
+        chunk = self._used[-1] if self._used else None
+        if chunk is None or chunk.room < size:
+            chunk = self._next_chunk(sequence, size)
+        view, start = chunk.view, chunk.end
+        body = start + OPLOG_RECORD_SIZE
+        data_start = body + len(operation)
+        end = data_start + length
+        kept = view[data_start:end]
+        kept[:] = data
+        fields = OPLOG_RECORD.pack(len(operation), length, sequence) + operation
+        check = checksum(fields, kept) if length else checksum(fields)
+        view[start:data_start] = (
+            fields[: OPLOG_RECORD.size] + check.to_bytes(8, "little") + operation
+        )
+        chunk.end = round_up(end, OPLOG_ALIGN)
+        chunk.last = sequence
+        return kept
+
+    def release(self, sequence: int) -> None:
+        while self._used and self._used[0].last <= sequence:
+            if len(self._used) == 1 and self._used[0].room > 0:
+                break
+            chunk = self._used.popleft()
+            if len(self._idle) < _KEPT_CHUNKS:
+                self._idle.append(chunk)
+            else:
+                self._discard(chunk)
+
+    def close(self, *, keep: bool) -> None:
+        if keep:
+            return
+        for chunk in [*self._used, *self._idle]:
+            self._discard(chunk)
+        self._used.clear()
+        self._idle.clear()
+        self.directory.rmdir()
+
+    @property
+    def room(self) -> int:
+        allowed = self.limit - CHUNK_SIZE * (len(self._used) + len(self._idle))
+        status = os.statvfs(self.directory)
+        unallocated = min(max(allowed, 0), status.f_bavail * status.f_frsize)
+        return len(self._idle) * CHUNK_SIZE + unallocated // CHUNK_SIZE * CHUNK_SIZE
+
+    # -- chunks
+
+    def _next_chunk(self, sequence: int, size: int) -> _Chunk:
+        if size > CHUNK_SIZE - _FIRST_RECORD:
+            raise OSError(errno.EFBIG, "an operation is larger than a chunk of the log")
+        chunk = self._idle.pop() if self._idle else self._create()
+        chunk.view[:_FIRST_RECORD] = (
+            OplogChunkHeader(self._uuid, self._token, sequence).pack().ljust(_FIRST_RECORD, b"\0")
+        )
+        chunk.end = _FIRST_RECORD
+        chunk.last = sequence - 1
+        self._used.append(chunk)
+        return chunk
+
+    def _create(self) -> _Chunk:
+        self._serial += 1
+        path = self.directory / f"chunk.{os.getpid()}.{self._serial}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Space is taken before it is mapped: a full tmpfs is an errno, never SIGBUS.
+            os.posix_fallocate(fd, 0, CHUNK_SIZE)
+            return _Chunk(path, memoryview(mmap.mmap(fd, CHUNK_SIZE, mmap.MAP_SHARED)))
+        except OSError:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    def _left_behind(self) -> list[tuple[int, _Chunk]]:
+        found = []
+        for path in self.directory.iterdir():
+            chunk = _map_existing(path)
+            try:
+                if chunk is None:
+                    raise FormatError("no chunk")
+                header = OplogChunkHeader.unpack(chunk.view)
+                if (header.uuid, header.token) != (self._uuid, self._token):
+                    raise FormatError("of another mount")
+                found.append((header.first, chunk))
+            except FormatError:
+                path.unlink()
+        return sorted(found, key=lambda pair: pair[0])
+
+    def _discard(self, chunk: _Chunk) -> None:
+        # Views of it may still be in use: the memory goes with the last of them.
+        chunk.path.unlink(missing_ok=True)
+
+
+def _map_existing(path: Path) -> _Chunk | None:
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_size != CHUNK_SIZE:
+            return None
+        return _Chunk(path, memoryview(mmap.mmap(fd, CHUNK_SIZE, mmap.MAP_SHARED)))
+    finally:
+        os.close(fd)
+
+
+def _records(chunk: _Chunk, first: int) -> Iterator[BufferedOperation]:
+    """The whole records of a chunk; its `end` is left behind the last of them."""
+    view, expected = chunk.view, first
+    while chunk.room >= OPLOG_RECORD_SIZE:
+        start = chunk.end
+        operation_length, data_length, sequence = OPLOG_RECORD.unpack_from(view, start)
+        data_start = start + OPLOG_RECORD_SIZE + operation_length
+        end = data_start + data_length
+        if sequence != expected or end > len(view):
+            return
+        fields = bytes(view[start : start + OPLOG_RECORD.size])
+        stored = int.from_bytes(view[start + OPLOG_RECORD.size : start + OPLOG_RECORD_SIZE], "little")
+        operation = bytes(view[start + OPLOG_RECORD_SIZE : data_start])
+        data = view[data_start:end]
+        if checksum(fields + operation, data) != stored:
+            return
+        yield BufferedOperation(sequence, operation, data)
+        chunk.end = round_up(end, OPLOG_ALIGN)
+        expected += 1

@@ -1,0 +1,17 @@
+"""The agent's side of KVFS: a `transformers.Cache` that lives in a mounted ring."""
+
+from kvfs.torch.cache import KVFSCache
+from kvfs.torch.errors import (
+    FingerprintError,
+    NotASessionError,
+    NotKVFSError,
+    SessionBusyError,
+)
+
+__all__ = [
+    "FingerprintError",
+    "KVFSCache",
+    "NotASessionError",
+    "NotKVFSError",
+    "SessionBusyError",
+]

@@ -1,0 +1,80 @@
+"""Small random models, and the all-in-memory run that a session is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+ModelMaker = Callable[..., "PreTrainedModel"]
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """The machine is shared; bitwise comparisons also want one fixed number."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def make_model() -> ModelMaker:
+    """`make_model(name="llama", dtype=torch.float32, seed=0, **config)`: random weights, GQA."""
+
+    def make(name: str = "llama", dtype: Any = None, seed: int = 0, **config: Any) -> Any:
+        import torch
+        import transformers
+
+        shape: dict[str, Any] = {
+            "vocab_size": 256,
+            "hidden_size": 96,
+            "intermediate_size": 128,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
+        kind = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[name]
+        torch.manual_seed(seed)
+        built = getattr(transformers, f"{kind}Config")(**{**shape, **config})
+        model = getattr(transformers, f"{kind}ForCausalLM")(built)
+        return model.to(dtype or torch.float32).eval()
+
+    return make
+
+
+@pytest.fixture
+def model(make_model: ModelMaker) -> PreTrainedModel:
+    """A Llama of 8 layers in float32."""
+    return make_model()
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers that grow often, slabs that fill within a turn, reads of several requests."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr("kvfs.torch.staging.SLAB_BYTES", 4096)
+    monkeypatch.setattr("kvfs.torch.layer.SLAB_BYTES", 4096)
+    monkeypatch.setattr("kvfs.torch.files._READ_REQUEST", 4096)
+
+
+@pytest.fixture
+def prompt() -> Callable[..., torch.Tensor]:
+    """`prompt(n, seed=0)`: n random token ids, shape [1, n]."""
+
+    def make(length: int, seed: int = 0) -> torch.Tensor:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(1, 256, (1, length), generator=generator)
+
+    return make

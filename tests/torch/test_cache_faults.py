@@ -1,0 +1,258 @@
+"""What goes wrong is raised with the file's name, and no file is left that lies."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from kvfs.torch import KVFSCache
+from kvfs.torch.files import SessionFile
+
+Prompt = Callable[..., torch.Tensor]
+ROW_BYTES = 2 * 2 * 16 * 4
+
+
+def fill(model: PreTrainedModel, cache: object, ids: torch.Tensor) -> torch.Tensor:
+    """Run `ids`, shape [1, n], and return their logits."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, cache=cache).logits
+    return logits
+
+
+def sizes(session: Path) -> list[int]:
+    """Bytes of each layer file."""
+    return [(session / f"layer.{index:03d}").stat().st_size for index in range(8)]
+
+
+class Broken(Exception):
+    """Raised by a layer of the model in the middle of a forward."""
+
+
+def break_layer(model: PreTrainedModel, index: int) -> Any:
+    """Let layer `index` raise; the handle ends it."""
+
+    def fail(*_: Any) -> None:
+        raise Broken
+
+    return model.get_submodule(f"model.layers.{index}").register_forward_pre_hook(fail)
+
+
+@pytest.mark.parametrize("cut", ["layer.005", "tokens"])
+def test_open_crops_to_the_shortest_file(
+    cut: str, kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    ids = prompt(40)
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        fill(model, cache, ids[:, :20])
+        cache.end_round()
+        fill(model, cache, ids[:, 20:])
+        cache.end_round()
+    session = kv_mount / "agent"
+    width = 4 if cut == "tokens" else ROW_BYTES
+    os.truncate(session / cut, 30 * width - 3)
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        assert cache.tokens == ids[0, :29].tolist()
+        assert cache.rounds == [20]
+        assert sizes(session) == [29 * ROW_BYTES] * 8
+        assert (session / "tokens").stat().st_size == 29 * 4
+        reference = DynamicCache()
+        fill(model, reference, ids[:, :20])
+        fill(model, reference, ids[:, 20:])
+        reference.crop(-11)
+        more = prompt(5, seed=3)
+        assert torch.equal(fill(model, cache, more), fill(model, reference, more))
+
+
+def test_a_missing_layer_is_an_empty_session(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        fill(model, cache, prompt(10))
+    (kv_mount / "agent" / "layer.002").unlink()
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        assert cache.get_seq_length() == 0
+        assert sizes(cache.path) == [0] * 8
+
+
+def test_after_release_the_kv_comes_from_the_files(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        fill(model, cache, prompt(10))
+        cache.release()
+        assert all(layer.keys is None for layer in cache.layers)
+        row = torch.arange(ROW_BYTES // 4, dtype=torch.float32)
+        with open(cache.path / "layer.004", "r+b") as file:
+            file.write(row.numpy().tobytes())
+        cache.load()
+        keys = cache.layers[4].keys
+        assert keys is not None
+        assert torch.equal(keys[0, :, 0].flatten(), row[: len(row) // 2])
+
+
+def test_a_file_that_lost_its_end_is_an_error_with_its_name(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        fill(model, cache, prompt(10))
+        cache.release()
+        os.truncate(cache.path / "layer.006", 9 * ROW_BYTES)
+        with pytest.raises(OSError, match=r"file ends after .*layer\.006") as failed:
+            fill(model, cache, prompt(3, seed=1))
+        assert failed.value.errno == errno.EIO
+        assert failed.value.filename == str(cache.path / "layer.006")
+
+
+@pytest.mark.usefixtures("small_slabs")
+@pytest.mark.parametrize("released", [False, True])
+def test_a_forward_that_fails_leaves_no_trace(
+    released: bool, kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    reference = DynamicCache()
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        for one in (reference, cache):
+            fill(model, one, prompt(30))
+        if released:
+            cache.release()
+        handle = break_layer(model, 5)
+        with pytest.raises(Broken):
+            fill(model, cache, prompt(50, seed=1))
+        handle.remove()
+        assert cache.get_seq_length() == 30
+        cache.sync()
+        assert sizes(cache.path) == [30 * ROW_BYTES] * 8
+        ids = prompt(20, seed=2)
+        assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
+        assert cache.tokens == [*prompt(30)[0].tolist(), *ids[0].tolist()]
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_a_write_that_fails_is_raised_and_can_be_tried_again(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SessionFile.append
+
+    def half(self: SessionFile, memory: memoryview, offset: int) -> None:
+        if self.path.name != "layer.003":
+            return real(self, memory, offset)
+        real(self, memory[: len(memory) // 2], offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    reference = DynamicCache()
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        for one in (reference, cache):
+            fill(model, one, prompt(10))
+        monkeypatch.setattr(SessionFile, "append", half)
+        with pytest.raises(OSError, match=r"No space left.*layer\.003"):
+            cache.sync()
+        monkeypatch.setattr(SessionFile, "append", real)
+        # What the failed write left behind the new end must not come back.
+        cache.crop(-8)
+        assert sizes(cache.path)[3] <= 2 * ROW_BYTES
+        reference.crop(-8)
+        ids = prompt(20, seed=2)
+        assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
+        cache.sync()
+        assert sizes(cache.path) == [22 * ROW_BYTES] * 8
+
+
+def test_a_cut_that_fails_is_made_before_the_next_write(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = SessionFile.truncate
+
+    def fail(self: SessionFile, nbytes: int) -> None:
+        if self.path.name == "layer.003":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
+        real(self, nbytes)
+
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        fill(model, cache, prompt(10))
+        cache.sync()
+        monkeypatch.setattr(SessionFile, "truncate", fail)
+        with pytest.raises(OSError, match=r"layer\.003"):
+            cache.crop(-4)
+        with pytest.raises(OSError, match=r"layer\.003"):
+            cache.sync()
+        monkeypatch.setattr(SessionFile, "truncate", real)
+        cache.sync()
+        assert sizes(cache.path) == [6 * ROW_BYTES] * 8
+        assert cache.tokens == prompt(10)[0, :6].tolist()
+
+
+def test_a_crop_waits_for_a_read_that_runs(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, started = SessionFile.read_into, threading.Event()
+
+    def slow(self: SessionFile, memory: memoryview, nbytes: int) -> None:
+        started.set()
+        time.sleep(0.05)
+        real(self, memory, nbytes)
+
+    reference = DynamicCache()
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        for one in (reference, cache):
+            fill(model, one, prompt(30))
+        cache.release()
+        monkeypatch.setattr(SessionFile, "read_into", slow)
+        cache.prefetch(2)
+        assert started.wait(5)
+        for one in (reference, cache):
+            one.crop(-10)
+        ids = prompt(5, seed=1)
+        assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_full_slabs_are_in_the_files_before_any_sync(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    with KVFSCache.open(kv_mount, "agent", model) as cache:
+        fill(model, cache, prompt(40))
+        fill(model, cache, prompt(3, seed=1))
+        assert sizes(cache.path) == [40 * ROW_BYTES] * 8
+        assert (cache.path / "tokens").stat().st_size == 40 * 4
+
+
+def test_close_lets_go_even_if_it_cannot_write(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: SessionFile, memory: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(self.path))
+
+    cache = KVFSCache.open(kv_mount, "agent", model)
+    fill(model, cache, prompt(10))
+    with monkeypatch.context() as patched:
+        patched.setattr(SessionFile, "append", fail)
+        with pytest.raises(OSError, match=r"layer\.000"):
+            cache.close()
+    with KVFSCache.open(kv_mount, "agent", model) as again:
+        assert again.get_seq_length() == 0
+
+
+def test_an_error_inside_the_with_block_is_the_one_that_is_seen(
+    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: SessionFile, memory: memoryview, offset: int) -> None:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(self.path))
+
+    cache = KVFSCache.open(kv_mount, "agent", model)
+    fill(model, cache, prompt(10))
+    monkeypatch.setattr(SessionFile, "append", fail)
+    break_layer(model, 5)
+    with pytest.raises(Broken), cache:
+        fill(model, cache, prompt(10))
