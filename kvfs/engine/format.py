@@ -344,6 +344,7 @@ class ItemKind(IntEnum):
 
 
 KEY = struct.Struct(">BQBQ")
+KIND_BYTE = 9
 TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS = 1, 2, 3
 _ITEM_HEAD = struct.Struct("<18sI")
 _TOMBSTONE = 0xFFFF_FFFF

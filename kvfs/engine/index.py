@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from sortedcontainers import SortedDict
 
-from kvfs.engine.format import ITEM_OVERHEAD, Item
+from kvfs.engine.format import ITEM_OVERHEAD, KIND_BYTE, Item, ItemKind
 from kvfs.engine.io import Step
 
 _KEY_END = b"\xff" * 18
@@ -28,6 +28,7 @@ class Index:
     _pending: SortedDict[bytes, tuple[int, bytes | None]] = field(default_factory=SortedDict)
     _open: dict[bytes, bytes | None] = field(default_factory=dict)
     _batch: int = 0
+    inodes: int = 0
     size: int = 0  # bytes of the committed items as a checkpoint packs them
 
     def get(self, key: bytes) -> Step[bytes | None]:
@@ -78,10 +79,14 @@ class Index:
         for key, value in items:
             old = self._committed.pop(key, None)
             if old is not None:
-                self.size -= ITEM_OVERHEAD + len(old)
+                self._count(key, old, -1)
             if value is not None:
                 self._committed[key] = value
-                self.size += ITEM_OVERHEAD + len(value)
+                self._count(key, value, 1)
+
+    def _count(self, key: bytes, value: bytes, sign: int) -> None:
+        self.size += sign * (ITEM_OVERHEAD + len(value))
+        self.inodes += sign * (key[KIND_BYTE] == ItemKind.INODE)
 
     def committed(self, key: bytes) -> bytes | None:
         return self._committed.get(key)

@@ -27,6 +27,7 @@ from kvfs.engine.format import (
     BLOCK,
     DATA_START,
     FIRST_FREE_ID,
+    KIND_BYTE,
     NO_SEGMENT,
     ROOT_INODE,
     SEGMENT_COUNT_MIN,
@@ -238,7 +239,7 @@ class Store:
         for pointer in places:
             ring.liveness.mark(pointer.address, pointer.stored)
         for key, value in items:
-            if key[9] == ItemKind.EXTENT and value is not None:
+            if key[KIND_BYTE] == ItemKind.EXTENT and value is not None:
                 extent = Extent.unpack(key_owner(key), value)
                 ring.liveness.mark(extent.address, extent.stored)
         replayed = journal.replay(self._device, ring, self._index, superblock)
@@ -356,16 +357,30 @@ class Store:
         finally:
             self._reader.unpin(pinned)
 
+    def parts(self, ino: int, offset: int, length: int) -> Step[list[Part]]:
+        """What a part of a file is made of: bytes in memory, holes, slices of extents."""
+        return self._state.parts(ino, offset, length)
+
     def extents(self, ino: int, offset: int, length: int) -> Step[list[Extent]]:
         """The extents in the ring that hold a part of a file, in order."""
         parts = yield from self._state.parts(ino, offset, length)
         return [part.extent for part in parts if isinstance(part, Stored)]
 
+    @property
+    def has_room(self) -> bool:
+        """False when device work that can wait should not be added."""
+        return self._executor.has_room
+
     def space(self) -> Space:
         usable = self._usable_segment()
         total = max(0, self._superblock.segment_count - RESERVED_SEGMENTS) * usable
         free = max(0, self._space_left(frees=False) + self._reclaimable_bytes())
-        return Space(total, min(free, total), self._ring.liveness.live_bytes, self._next_id)
+        return Space(total, min(free, total), self._ring.liveness.live_bytes, self._index.inodes)
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing more can be written, if so."""
+        return None if self._failure is None else str(self._failure)
 
     @property
     def unsaved(self) -> int:

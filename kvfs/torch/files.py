@@ -1,16 +1,14 @@
-"""One file of a session: whole reads past the page cache, appends, cuts."""
+"""One file of a session: reads past the page cache, appends, cuts."""
 
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_READ_REQUEST = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -40,23 +38,20 @@ class SessionFile:
         with named(self.path):
             return os.stat(self.path.name, dir_fd=self.directory).st_size
 
-    def read_into(self, memory: memoryview, nbytes: int) -> None:
-        """Fill memory[:nbytes] from the file's start.
+    def stream(self, memory: memoryview, nbytes: int) -> Iterator[memoryview]:
+        """The first `nbytes` bytes, past the page cache, in pieces of `len(memory)`.
 
-        `memory` starts on a page and has room up to the page that `nbytes` ends on.
+        `memory` starts on a page and is a whole number of pages long. Each piece is a part
+        of it, valid until the next one is asked for.
 
         Raises:
             OSError: EIO if the file ends before `nbytes`, or what the kernel reports.
         """
-        end = -(-nbytes // _PAGE) * _PAGE
-        done = 0
         with _closing(self._open_direct(), self.path) as fd:
-            while done < nbytes:
-                request = memory[done : min(done + _READ_REQUEST, end)]
-                got = os.preadv(fd, [request], done)
-                if got == 0:
-                    raise OSError(errno.EIO, f"file ends after {done} of {nbytes} bytes")
-                done += got
+            for offset in range(0, nbytes, len(memory)):
+                length = min(len(memory), nbytes - offset)
+                _read_exactly(fd, memory, offset, length)
+                yield memory[:length]
 
     def append(self, memory: memoryview, offset: int) -> None:
         """Write all of `memory` at byte `offset`."""
@@ -136,3 +131,13 @@ def _closing(fd: int, path: Path) -> Iterator[int]:
             yield fd
         finally:
             os.close(fd)
+
+
+def _read_exactly(fd: int, memory: memoryview, offset: int, length: int) -> None:
+    request = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+    done = 0
+    while done < length:
+        got = os.preadv(fd, [memory[done:request]], offset + done)
+        if got == 0:
+            raise OSError(errno.EIO, f"file ends at {offset + done}, {length - done} bytes early")
+        done += got

@@ -11,7 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout, name_of
 from kvfs.torch.slab import Slab
-from kvfs.torch.staging import SLAB_BYTES
+from kvfs.torch.staging import SLAB_BYTES, staging
 
 
 class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -85,11 +85,16 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def store(self) -> None:
         """Write to the file what it does not hold yet."""
-        if self._slab is not None and self.stored < self.length:
-            rows = self._slab.bytes_of(self.stored, self.length)
-            self.reach = self.length
-            self._file.append(rows, self.stored * self._layout.row_bytes)
-            self.stored = self.length
+        if self._slab is None or self.stored == self.length:
+            return
+        width = self._layout.row_bytes
+        self.reach = self.length
+        with staging(self._layout) as memory:
+            while self.stored < self.length:
+                last = min(self.length, self.stored + len(memory) // width)
+                rows = self._slab.get_rows(self.stored, last, memory)
+                self._file.append(rows, self.stored * width)
+                self.stored = last
 
     def offload(self) -> None:
         """Write what the file does not hold yet, and free the memory."""
@@ -138,10 +143,13 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return keys, values
 
     def _read(self) -> Slab:
-        nbytes = self.stored * self._layout.row_bytes
-        slab = Slab(self._layout, self.stored + SLAB_BYTES // self._layout.row_bytes)
+        width = self._layout.row_bytes
+        slab = Slab(self._layout, self.stored + SLAB_BYTES // width)
         try:
-            self._file.read_into(slab.memory, nbytes)
+            done = 0
+            with staging(self._layout) as memory:
+                for rows in self._file.stream(memory, self.stored * width):
+                    done += slab.put_rows(done, rows)
         except BaseException:
             slab.free()
             raise

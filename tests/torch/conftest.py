@@ -64,7 +64,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setattr("kvfs.torch.staging.SLAB_BYTES", 4096)
     monkeypatch.setattr("kvfs.torch.layer.SLAB_BYTES", 4096)
-    monkeypatch.setattr("kvfs.torch.files._READ_REQUEST", 4096)
+    monkeypatch.setattr("kvfs.torch.staging._PIECE_BYTES", 4096)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,16 +217,16 @@ def test_single_layers_go_and_come_back(
 def test_the_next_layer_is_read_while_this_one_computes(
     kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, readers = SessionFile.read_into, {}
+    real, readers = SessionFile.stream, {}
 
-    def noted(self: SessionFile, memory: memoryview, nbytes: int) -> None:
+    def noted(self: SessionFile, memory: memoryview, nbytes: int) -> Iterator[memoryview]:
         readers[self.path.name] = threading.current_thread()
-        real(self, memory, nbytes)
+        return real(self, memory, nbytes)
 
     with KVFSCache.open(kv_mount, "agent", model) as cache:
         run_turn(model, cache, prompt(20))
         cache.release()
-        monkeypatch.setattr(SessionFile, "read_into", noted)
+        monkeypatch.setattr(SessionFile, "stream", noted)
         run_turn(model, cache, prompt(5))
     assert sorted(readers) == [f"layer.{index:03d}" for index in range(8)]
     ahead = {thread for name, thread in readers.items() if name != "layer.000"}

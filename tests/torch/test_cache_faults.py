@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ def test_a_file_that_lost_its_end_is_an_error_with_its_name(
         fill(model, cache, prompt(10))
         cache.release()
         os.truncate(cache.path / "layer.006", 9 * ROW_BYTES)
-        with pytest.raises(OSError, match=r"file ends after .*layer\.006") as failed:
+        with pytest.raises(OSError, match=r"file ends at .*layer\.006") as failed:
             fill(model, cache, prompt(3, seed=1))
         assert failed.value.errno == errno.EIO
         assert failed.value.filename == str(cache.path / "layer.006")
@@ -196,19 +196,19 @@ def test_a_cut_that_fails_is_made_before_the_next_write(
 def test_a_crop_waits_for_a_read_that_runs(
     kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, started = SessionFile.read_into, threading.Event()
+    real, started = SessionFile.stream, threading.Event()
 
-    def slow(self: SessionFile, memory: memoryview, nbytes: int) -> None:
+    def slow(self: SessionFile, memory: memoryview, nbytes: int) -> Iterator[memoryview]:
         started.set()
         time.sleep(0.05)
-        real(self, memory, nbytes)
+        return real(self, memory, nbytes)
 
     reference = DynamicCache()
     with KVFSCache.open(kv_mount, "agent", model) as cache:
         for one in (reference, cache):
             fill(model, one, prompt(30))
         cache.release()
-        monkeypatch.setattr(SessionFile, "read_into", slow)
+        monkeypatch.setattr(SessionFile, "stream", slow)
         cache.prefetch(2)
         assert started.wait(5)
         for one in (reference, cache):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from pathlib import Path
@@ -13,11 +14,11 @@ pytest.importorskip("transformers")
 
 import torch
 
-from kvfs.torch import files, mounts
+from kvfs.torch import mounts
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout
 from kvfs.torch.slab import Slab
-from kvfs.torch.staging import SLAB_BYTES, BufferPool
+from kvfs.torch.staging import SLAB_BYTES, BufferPool, staging
 
 MOUNTINFO = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 40 22 0:33 / /mnt/kv rw,nosuid shared:5 - fuse.kvfs kvfs rw
@@ -67,17 +68,23 @@ def test_pool_does_not_keep_more_than_its_limit(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slab_bytes_are_token_major_rows(dtype: torch.dtype) -> None:
+def test_slabs_are_head_major_and_files_token_major(dtype: torch.dtype) -> None:
     layout = RowLayout(kv_heads=2, head_dim=4, dtype=dtype)
     keys = torch.arange(24, dtype=dtype).view(1, 2, 3, 4)
     values = -keys
     slab = Slab(layout, tokens=1)
     slab.put(5, keys, values)
-    expected = torch.stack([keys[0].transpose(0, 1), values[0].transpose(0, 1)], dim=1)
-    got = torch.frombuffer(bytearray(slab.bytes_of(5, 8)), dtype=dtype).view(3, 2, 2, 4)
-    assert torch.equal(got, expected)
     assert torch.equal(slab.keys(8)[:, :, 5:], keys)
     assert torch.equal(slab.values(8)[:, :, 5:], values)
+
+    rows = slab.get_rows(5, 8, memoryview(bytearray(1000)))
+    expected = torch.stack([keys[0].transpose(0, 1), values[0].transpose(0, 1)], dim=1)
+    assert torch.equal(torch.frombuffer(rows, dtype=dtype).view(3, 2, 2, 4), expected)
+
+    other = Slab(layout, tokens=1)
+    assert other.put_rows(1, rows) == 3
+    assert torch.equal(other.keys(4)[:, :, 1:], keys)
+    assert torch.equal(other.values(4)[:, :, 1:], values)
 
 
 def test_a_grown_slab_keeps_its_rows() -> None:
@@ -99,13 +106,18 @@ def plain_file(tmp_path: Path) -> SessionFile:
     return SessionFile(os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY), path)
 
 
-def test_unaligned_sizes_are_read_by_aligned_requests(
-    plain_file: SessionFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "_READ_REQUEST", 8192)
-    memory = mmap.mmap(-1, 1 << 16)
-    plain_file.read_into(memoryview(memory), 20_000)
-    assert memory[:20_000] == plain_file.path.read_bytes()
+@pytest.mark.parametrize("nbytes", [0, 1, 8192, 8193, 20_000])
+def test_any_size_is_read_in_aligned_pieces(nbytes: int, plain_file: SessionFile) -> None:
+    memory = memoryview(mmap.mmap(-1, 8192))
+    pieces = [bytes(piece) for piece in plain_file.stream(memory, nbytes)]
+    assert b"".join(pieces) == plain_file.path.read_bytes()[:nbytes]
+    assert [len(piece) for piece in pieces[:-1]] == [8192] * (len(pieces) - 1)
+
+
+def test_a_file_that_is_too_short_is_an_error(plain_file: SessionFile) -> None:
+    memory = memoryview(mmap.mmap(-1, 8192))
+    with pytest.raises(OSError, match=r"file ends at 20000, 1 bytes early.*layer\.000"):
+        list(plain_file.stream(memory, 20_001))
 
 
 def test_a_filesystem_without_direct_io_is_read_plainly(
@@ -116,14 +128,23 @@ def test_a_filesystem_without_direct_io_is_read_plainly(
     def open_without_direct(path: str, flags: int, mode: int, dir_fd: int) -> int:
         if flags & os.O_DIRECT:
             refused.append(path)
-            raise OSError(22, "Invalid argument")
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return real(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", open_without_direct)
-    memory = mmap.mmap(-1, 1 << 16)
-    plain_file.read_into(memoryview(memory), 20_000)
+    memory = memoryview(mmap.mmap(-1, 1 << 16))
+    (content,) = plain_file.stream(memory, 20_000)
     assert refused == ["layer.000"]
-    assert memory[:20_000] == plain_file.path.read_bytes()
+    assert content == plain_file.path.read_bytes()
+
+
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(3, 64), (8, 128), (5, 72), (1, 96)])
+def test_staging_holds_whole_rows_and_whole_pages(kv_heads: int, head_dim: int) -> None:
+    layout = RowLayout(kv_heads, head_dim, torch.bfloat16)
+    with staging(layout) as memory:
+        assert len(memory) % layout.row_bytes == 0
+        assert len(memory) % mmap.PAGESIZE == 0
+        assert (1 << 20) < len(memory) <= (8 << 20)
 
 
 def test_errors_carry_the_full_name(plain_file: SessionFile) -> None:

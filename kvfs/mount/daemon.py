@@ -1,0 +1,131 @@
+"""Puts the parts together: device, store, loop and FUSE, from mount to unmount."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import UUID
+
+import pyfuse3
+import trio
+
+from kvfs.engine import journal
+from kvfs.engine.device import FileDevice
+from kvfs.engine.store import Store, StoreOptions
+from kvfs.mount.fuse import Filesystem
+from kvfs.mount.loop import LoopExecutor, drive
+from kvfs.mount.mounts import find_mount
+from kvfs.tiers.oplog import OperationLog
+from kvfs.tiers.prefetch import LookAhead
+
+log = logging.getLogger(__name__)
+
+_THREADS = 10
+_TICK_SECONDS = 1.0
+_READ_AHEAD_KIB = 4096
+_GIL_SWITCH_SECONDS = 0.0005
+
+
+@dataclass(frozen=True, slots=True)
+class MountConfig:
+    """What a mount needs to know. Sizes in bytes."""
+
+    mountpoint: Path
+    source: Path
+    warm_directory: Path = Path("/dev/shm")
+    warm_size: int | None = None
+    read_only: bool = False
+    allow_other: bool = False
+    deadline_seconds: float = 30.0
+    window_size: int = 16 * 1024 * 1024
+    store: StoreOptions = field(default_factory=StoreOptions)
+
+
+def serve(config: MountConfig, ready: Callable[[], None]) -> None:
+    """Mount, call `ready`, serve until unmounted or told to stop by SIGTERM or SIGINT.
+
+    Raises DeviceError when the device cannot be used, OSError or RuntimeError when
+    it cannot be mounted or not be closed well.
+    """
+    device = FileDevice(config.source, read_only=config.read_only)
+    try:
+        trio.run(_serve, config, device, ready)
+    finally:
+        device.close()
+
+
+async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], None]) -> None:
+    sys.setswitchinterval(_GIL_SWITCH_SECONDS)
+    async with trio.open_nursery() as nursery:
+        executor = LoopExecutor(nursery, _THREADS)
+        buffer = OperationLog(_log_directory(config, device), _warm_limit(config))
+        store = Store.open(device, str(config.source), executor, buffer, config.store)
+        if store.damage:
+            log.error("%s", store.damage)
+        look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
+        describe = (str(config.mountpoint), str(config.source))
+        filesystem = Filesystem(store, look_ahead, config.deadline_seconds, describe)
+        pyfuse3.init(filesystem, str(config.mountpoint), _options(config))
+        try:
+            _set_read_ahead(config.mountpoint)
+            nursery.start_soon(_stop_on_signal)
+            nursery.start_soon(_tick, store)
+            ready()
+            await pyfuse3.main()
+        finally:
+            pyfuse3.close(unmount=True)
+            with trio.CancelScope(shield=True):
+                await drive(store.close(), config.deadline_seconds)
+        nursery.cancel_scope.cancel()
+
+
+def _log_directory(config: MountConfig, device: FileDevice) -> Path:
+    superblock = journal.read_superblock(device, str(config.source))
+    return config.warm_directory / f"kvfs-{os.geteuid()}" / str(UUID(bytes=superblock.uuid))
+
+
+def _warm_limit(config: MountConfig) -> int:
+    """Half of what the tmpfs has free, at most what was asked for."""
+    status = os.statvfs(config.warm_directory)
+    half = status.f_bavail * status.f_frsize // 2
+    return half if config.warm_size is None else min(half, config.warm_size)
+
+
+def _options(config: MountConfig) -> set[str]:
+    options = {"default_permissions", "subtype=kvfs", f"fsname={config.source}"}
+    if config.allow_other:
+        options.add("allow_other")
+    if config.read_only:
+        options.add("ro")
+    return options
+
+
+def _set_read_ahead(mountpoint: Path) -> None:
+    """Buffered readers get requests of 1 MiB instead of 128 KiB; needs root."""
+    mount = find_mount(mountpoint)
+    if mount is None:
+        return
+    try:
+        Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").write_text(str(_READ_AHEAD_KIB))
+    except OSError as failure:
+        log.info("read-ahead stays at the kernel's default: %s", failure)
+
+
+async def _tick(store: Store) -> None:
+    while True:
+        await trio.sleep(_TICK_SECONDS)
+        try:
+            await drive(store.tick(), None)
+        except OSError as failure:
+            log.error("periodic write-back: %s", failure)
+
+
+async def _stop_on_signal() -> None:
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for _ in signals:
+            pyfuse3.terminate()

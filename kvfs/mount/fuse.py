@@ -1,0 +1,507 @@
+"""The POSIX face: a thin translation from FUSE requests to the store's steps."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+import queue
+import stat
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import pyfuse3
+from pyfuse3 import (
+    EntryAttributes,
+    FileHandleT,
+    FileInfo,
+    FileNameT,
+    FlagT,
+    FUSEError,
+    InodeT,
+    ModeT,
+    ReaddirToken,
+    RequestContext,
+    SetattrFields,
+    StatvfsData,
+    XAttrNameT,
+)
+
+from kvfs.engine.format import BLOCK, NAME_LENGTH_MAX, ROOT_INODE, Inode
+from kvfs.engine.io import DeadlineExceeded, Step
+from kvfs.engine.state import Node, blocks
+from kvfs.engine.store import Store
+from kvfs.mount import control
+from kvfs.mount.loop import drive
+from kvfs.tiers.prefetch import LookAhead, Reader
+
+log = logging.getLogger(__name__)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TIMEOUT_SECONDS = 3600
+_BLOCK_SIZE_HINT = 1024 * 1024
+_READDIR_BATCH = 128
+_NOTICES_MAX = 4096
+_DOT, _DOT_DOT = 1, 2
+
+
+def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+    """Any exception but FUSEError would end the daemon: each becomes an errno."""
+
+    @functools.wraps(function)
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return await function(*args, **kwargs)
+        except FUSEError:
+            raise
+        except OSError as failure:
+            raise FUSEError(failure.errno or errno.EIO) from None
+        except DeadlineExceeded:
+            log.error("%s: no answer from the device within the deadline", function.__name__)
+            raise FUSEError(errno.ETIMEDOUT) from None
+        except Exception:
+            log.exception("%s failed", function.__name__)
+            raise FUSEError(errno.EIO) from None
+
+    return guarded
+
+
+@dataclass(slots=True)
+class _Handle:
+    """An open file or directory. `snapshot` is the content of a file in `/.kvfs`."""
+
+    ino: int
+    direct: bool = False
+    reader: Reader | None = None
+    snapshot: bytes | None = None
+
+
+class Filesystem(pyfuse3.Operations):
+    """`deadline_seconds`: a request that waits for longer is answered with ETIMEDOUT."""
+
+    supports_dot_lookup = True
+    enable_writeback_cache = False
+
+    def __init__(
+        self, store: Store, look_ahead: LookAhead, deadline_seconds: float, describe: tuple[str, str]
+    ) -> None:
+        super().__init__()
+        self._store = store
+        self._look_ahead = look_ahead
+        self._deadline_seconds = deadline_seconds
+        self._describe = describe
+        self._remembered: dict[int, int] = {}
+        self._handles: dict[int, _Handle] = {}
+        self._next_handle = 0
+        # Written past the kernel's page cache: the next open must not trust it.
+        self._stale: set[int] = set()
+        self._buffered_opens: dict[int, int] = {}
+        self._notices = _Notices()
+        store.on_blocks_changed = self._blocks_changed
+
+    async def _run(self, step: Step[R]) -> R:
+        return await drive(step, self._deadline_seconds)
+
+    # -- names and attributes
+
+    @_handler
+    async def lookup(
+        self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        if parent_inode == ROOT_INODE and name == control.CONTROL_NAME:
+            return await self._control_attributes(control.CONTROL_INODE)
+        if parent_inode == control.CONTROL_INODE:
+            if name != control.STATS_NAME:
+                raise FUSEError(errno.ENOENT)
+            return await self._control_attributes(control.STATS_INODE)
+        try:
+            node = await self._run(self._store.lookup(parent_inode, name))
+        except OSError as failure:
+            if failure.errno == errno.ENOENT:
+                return _negative()
+            raise
+        return self._remember(node)
+
+    @_handler
+    async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
+        for ino, count in inode_list:
+            left = self._remembered.get(ino, 0) - count
+            if left > 0:
+                self._remembered[ino] = left
+            elif self._remembered.pop(ino, None) is not None:
+                await self._unpin(ino)
+
+    @_handler
+    async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
+        if inode in (control.CONTROL_INODE, control.STATS_INODE):
+            return await self._control_attributes(inode)
+        return _attributes(await self._run(self._store.node(inode)))
+
+    @_handler
+    async def setattr(
+        self,
+        inode: InodeT,
+        attr: EntryAttributes,
+        fields: SetattrFields,
+        fh: FileHandleT | None,
+        ctx: RequestContext,
+    ) -> EntryAttributes:
+        changed = self._store.set_attributes(
+            inode,
+            mode=attr.st_mode if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            size=attr.st_size if fields.update_size else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+        )
+        return _attributes(await self._run(changed))
+
+    @_handler
+    async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
+        return await self._run(self._store.readlink(inode))
+
+    @_handler
+    async def mknod(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
+    ) -> EntryAttributes:
+        return await self._create(parent_inode, name, mode, ctx, rdev=rdev)
+
+    @_handler
+    async def mkdir(
+        self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext
+    ) -> EntryAttributes:
+        return await self._create(parent_inode, name, stat.S_IFDIR | stat.S_IMODE(mode), ctx)
+
+    @_handler
+    async def symlink(
+        self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        return await self._create(parent_inode, name, stat.S_IFLNK | 0o777, ctx, target=target)
+
+    @_handler
+    async def link(
+        self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
+    ) -> EntryAttributes:
+        _refuse_control(new_parent_inode, new_name)
+        return self._remember(await self._run(self._store.link(inode, new_parent_inode, new_name)))
+
+    @_handler
+    async def unlink(
+        self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
+    ) -> None:
+        _refuse_control(parent_inode, name)
+        await self._run(self._store.unlink(parent_inode, name))
+
+    @_handler
+    async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
+        _refuse_control(parent_inode, name)
+        await self._run(self._store.rmdir(parent_inode, name))
+
+    @_handler
+    async def rename(
+        self,
+        parent_inode_old: InodeT,
+        name_old: FileNameT,
+        parent_inode_new: InodeT,
+        name_new: FileNameT,
+        flags: FlagT,
+        ctx: RequestContext,
+    ) -> None:
+        _refuse_control(parent_inode_old, name_old)
+        _refuse_control(parent_inode_new, name_new)
+        if flags & ~(pyfuse3.RENAME_EXCHANGE | pyfuse3.RENAME_NOREPLACE):
+            raise FUSEError(errno.EINVAL)
+        step = self._store.rename(
+            parent_inode_old, name_old, parent_inode_new, name_new,
+            replace=not flags & pyfuse3.RENAME_NOREPLACE,
+            exchange=bool(flags & pyfuse3.RENAME_EXCHANGE),
+        )  # fmt: skip
+        await self._run(step)
+
+    # -- files
+
+    @_handler
+    async def create(
+        self,
+        parent_inode: InodeT,
+        name: FileNameT,
+        mode: ModeT,
+        flags: FlagT,
+        ctx: RequestContext,
+    ) -> tuple[FileInfo, EntryAttributes]:
+        attributes = await self._create(parent_inode, name, stat.S_IFREG | mode, ctx)
+        return await self._open(attributes.st_ino, flags), attributes
+
+    @_handler
+    async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
+        if inode == control.STATS_INODE:
+            return self._open_stats()
+        if flags & os.O_TRUNC:
+            await self._run(self._store.set_attributes(inode, size=0))
+        return await self._open(inode, flags)
+
+    @_handler
+    async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
+        handle = self._handles[fh]
+        if handle.snapshot is not None:
+            return handle.snapshot[off : off + size]
+        return await self._run(self._read(handle, off, size))  # type: ignore[return-value]
+
+    def _read(self, handle: _Handle, offset: int, size: int) -> Step[memoryview]:
+        if handle.reader is not None:
+            yield from self._look_ahead.reads(handle.reader, offset, size)
+        return (yield from self._store.read(handle.ino, offset, size))
+
+    @_handler
+    async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
+        handle = self._handles[fh]
+        written = await self._run(self._store.write(handle.ino, off, buf))
+        if handle.direct:
+            self._stale.add(handle.ino)
+            if handle.ino in self._buffered_opens:
+                self._notices.add(handle.ino, attributes_only=False)
+        return written
+
+    @_handler
+    async def flush(self, fh: FileHandleT) -> None:
+        pass
+
+    @_handler
+    async def release(self, fh: FileHandleT) -> None:
+        handle = self._handles.pop(fh)
+        if handle.snapshot is None:
+            if not handle.direct:
+                self._count_buffered(handle.ino, -1)
+            await self._unpin(handle.ino)
+
+    @_handler
+    async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
+        if self._handles[fh].snapshot is None:
+            await self._run(self._store.sync())
+
+    # -- directories
+
+    @_handler
+    async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
+        return self._add_handle(_Handle(inode))
+
+    @_handler
+    async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
+        directory = self._handles[fh].ino
+        if directory == control.CONTROL_INODE:
+            return await self._read_control(start_id, token)
+        node = await self._run(self._store.node(directory))
+        if start_id < _DOT and not pyfuse3.readdir_reply(token, b".", _attributes(node), _DOT):
+            return
+        if start_id < _DOT_DOT:
+            parent = await self._run(self._store.node(node.inode.parent))
+            if not pyfuse3.readdir_reply(token, b"..", _attributes(parent), _DOT_DOT):
+                return
+        while True:
+            step = self._store.list_directory(directory, max(start_id, _DOT_DOT), _READDIR_BATCH)
+            entries = await self._run(step)
+            for cookie, entry in entries:
+                child = await self._run(self._store.node(entry.ino))
+                if not pyfuse3.readdir_reply(token, entry.name, _attributes(child), cookie):
+                    return
+                self._remember(child)
+                start_id = cookie
+            if len(entries) < _READDIR_BATCH:
+                return
+
+    @_handler
+    async def releasedir(self, fh: FileHandleT) -> None:
+        del self._handles[fh]
+
+    @_handler
+    async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
+        await self._run(self._store.sync())
+
+    # -- the filesystem as a whole, and xattrs
+
+    @_handler
+    async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        space = self._store.space()
+        data = StatvfsData()
+        data.f_bsize = data.f_frsize = BLOCK
+        data.f_blocks = space.total // BLOCK
+        data.f_bfree = data.f_bavail = space.free // BLOCK
+        data.f_ffree = data.f_favail = space.free // BLOCK
+        data.f_files = space.inodes + data.f_ffree
+        data.f_namemax = NAME_LENGTH_MAX
+        return data
+
+    @_handler
+    async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
+        if inode in (control.CONTROL_INODE, control.STATS_INODE):
+            raise FUSEError(errno.ENODATA)
+        return await self._run(control.read_xattr(self._store, inode, name))
+
+    @_handler
+    async def setxattr(
+        self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext
+    ) -> None:
+        control.check_settable(name)
+        await self._run(self._store.set_xattr(inode, name, value))
+
+    @_handler
+    async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
+        if inode in (control.CONTROL_INODE, control.STATS_INODE):
+            return []
+        return await self._run(self._store.xattr_names(inode))
+
+    @_handler
+    async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
+        await self._run(self._store.remove_xattr(inode, name))
+
+    # -- helpers
+
+    async def _create(
+        self,
+        parent: int,
+        name: bytes,
+        mode: int,
+        ctx: RequestContext,
+        *,
+        rdev: int = 0,
+        target: bytes = b"",
+    ) -> EntryAttributes:
+        _refuse_control(parent, name)
+        gid = ctx.gid
+        directory = await self._run(self._store.node(parent))
+        if directory.inode.mode & stat.S_ISGID:
+            gid = directory.inode.gid
+            mode |= stat.S_ISGID if stat.S_ISDIR(mode) else 0
+        step = self._store.create(parent, name, mode, ctx.uid, gid, rdev=rdev, target=target)
+        return self._remember(await self._run(step))
+
+    async def _open(self, ino: int, flags: int) -> FileInfo:
+        direct = bool(flags & os.O_DIRECT)
+        handle = _Handle(ino, direct)
+        if flags & os.O_ACCMODE != os.O_WRONLY:
+            handle.reader = await self._run(self._look_ahead.opened(ino))
+        await self._run(self._store.pin(ino))
+        if not direct:
+            self._count_buffered(ino, 1)
+        keep = ino not in self._stale
+        if not direct:
+            self._stale.discard(ino)
+        return FileInfo(fh=self._add_handle(handle), direct_io=direct, keep_cache=keep)
+
+    def _add_handle(self, handle: _Handle) -> int:
+        self._next_handle += 1
+        self._handles[self._next_handle] = handle
+        return self._next_handle
+
+    def _count_buffered(self, ino: int, change: int) -> None:
+        count = self._buffered_opens.pop(ino, 0) + change
+        if count:
+            self._buffered_opens[ino] = count
+
+    def _remember(self, node: Node) -> EntryAttributes:
+        """The kernel will know this inode: hold it until it is forgotten."""
+        ino = node.inode.ino
+        if ino not in self._remembered:
+            node.pins += 1
+        self._remembered[ino] = self._remembered.get(ino, 0) + 1
+        return _attributes(node)
+
+    async def _unpin(self, ino: int) -> None:
+        await self._run(self._store.unpin(ino))
+
+    def _blocks_changed(self, inodes: list[int]) -> None:
+        for ino in inodes:
+            if ino in self._remembered:
+                self._notices.add(ino, attributes_only=True)
+
+    # -- /.kvfs
+
+    async def _control_attributes(self, ino: int) -> EntryAttributes:
+        root = await self._run(self._store.node(ROOT_INODE))
+        size = 0 if ino == control.CONTROL_INODE else len(self._stats())
+        attributes = _attributes(Node(control.control_inode(ino, root.inode, size), None))  # type: ignore[arg-type]
+        attributes.attr_timeout = 0
+        return attributes
+
+    def _stats(self) -> bytes:
+        return control.stats(self._store, *self._describe)
+
+    def _open_stats(self) -> FileInfo:
+        handle = self._add_handle(_Handle(control.STATS_INODE, snapshot=self._stats()))
+        return FileInfo(fh=handle, direct_io=True, keep_cache=False)
+
+    async def _read_control(self, start_id: int, token: ReaddirToken) -> None:
+        entries = [
+            (b".", control.CONTROL_INODE),
+            (b"..", ROOT_INODE),
+            (control.STATS_NAME, control.STATS_INODE),
+        ]
+        for number, (name, ino) in enumerate(entries[start_id:], start_id + 1):
+            if ino == ROOT_INODE:
+                attributes = _attributes(await self._run(self._store.node(ino)))
+            else:
+                attributes = await self._control_attributes(ino)
+            if not pyfuse3.readdir_reply(token, name, attributes, number):
+                return
+
+
+class _Notices:
+    """Tells the kernel to drop what it cached, from a thread: telling it may block on
+    a lock that is held by a request of ours. A full queue drops notices of attributes."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[int, bool]] = queue.Queue(_NOTICES_MAX)
+        threading.Thread(target=self._work, name="kvfs-notices", daemon=True).start()
+
+    def add(self, ino: int, *, attributes_only: bool) -> None:
+        try:
+            self._queue.put_nowait((ino, attributes_only))
+        except queue.Full:
+            log.debug("too many notices to the kernel: one for inode %d is dropped", ino)
+
+    def _work(self) -> None:
+        while True:
+            ino, attributes_only = self._queue.get()
+            try:
+                pyfuse3.invalidate_inode(InodeT(ino), attributes_only)
+            except OSError as failure:
+                # ENOENT: the kernel has forgotten it meanwhile.
+                log.debug("notice for inode %d: %s", ino, failure)
+
+
+def _refuse_control(parent: int, name: bytes) -> None:
+    if parent == control.CONTROL_INODE or (parent, name) == (ROOT_INODE, control.CONTROL_NAME):
+        raise FUSEError(errno.EPERM)
+
+
+def _negative() -> EntryAttributes:
+    """There is no such name, and the kernel may remember it: all changes pass through us."""
+    attributes = EntryAttributes()
+    attributes.st_ino = InodeT(0)
+    attributes.entry_timeout = _TIMEOUT_SECONDS
+    return attributes
+
+
+def _attributes(node: Node) -> EntryAttributes:
+    inode: Inode = node.inode
+    attributes = EntryAttributes()
+    attributes.st_ino = InodeT(inode.ino)
+    attributes.generation = 0
+    attributes.entry_timeout = attributes.attr_timeout = _TIMEOUT_SECONDS
+    attributes.st_mode = ModeT(inode.mode)
+    attributes.st_nlink = inode.nlink
+    attributes.st_uid = inode.uid
+    attributes.st_gid = inode.gid
+    attributes.st_rdev = inode.rdev
+    attributes.st_size = inode.size
+    attributes.st_blksize = _BLOCK_SIZE_HINT
+    attributes.st_blocks = blocks(node) // 512
+    attributes.st_atime_ns = inode.atime_ns
+    attributes.st_mtime_ns = inode.mtime_ns
+    attributes.st_ctime_ns = inode.ctime_ns
+    return attributes

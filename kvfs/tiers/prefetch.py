@@ -1,0 +1,109 @@
+"""Sequential look-ahead: device reads run ahead of a reader, over the ends of files.
+
+A session is read layer by layer. Who reads a file in order, and opened it in the
+order of its directory's names, gets the next layers before asking for them.
+"""
+
+from __future__ import annotations
+
+import stat
+from dataclasses import dataclass, field
+
+from kvfs.engine.format import Extent
+from kvfs.engine.io import Step
+from kvfs.engine.store import Store
+
+_WINDOW_MIN = 1024 * 1024
+_SIBLINGS_MAX = 1024
+
+
+@dataclass(slots=True)
+class Reader:
+    """What is known of the reader of one open file. Offsets and sizes in bytes."""
+
+    ino: int
+    expected: int = 0
+    window: int = _WINDOW_MIN
+    ahead: int = 0
+    in_order: bool = False
+
+
+@dataclass(slots=True)
+class _Siblings:
+    """The files of a directory by name, as of its mtime, and the last one opened."""
+
+    mtime_ns: int
+    order: list[int]
+    place: dict[int, int]
+    last_opened: int = -1
+
+
+@dataclass(slots=True)
+class LookAhead:
+    """Starts reads; never waits for them, and starts none when the queue is long."""
+
+    store: Store
+    window_max: int
+    _directories: dict[int, _Siblings] = field(default_factory=dict)
+
+    def opened(self, ino: int) -> Step[Reader]:
+        """A file was opened for reading."""
+        reader = Reader(ino)
+        node = yield from self.store.node(ino)
+        siblings = yield from self._siblings(node.inode.parent)
+        place = siblings.place.get(ino)
+        if place is not None:
+            reader.in_order = place == siblings.last_opened + 1
+            siblings.last_opened = place
+        return reader
+
+    def reads(self, reader: Reader, offset: int, length: int) -> Step[None]:
+        """A read is about to be answered: start what comes behind it."""
+        if offset != reader.expected:
+            reader.window, reader.ahead = _WINDOW_MIN, offset
+        else:
+            reader.window = min(2 * reader.window, self.window_max)
+        reader.expected = offset + length
+        start = max(reader.ahead, offset)
+        end = reader.expected + reader.window
+        if end - start >= min(_WINDOW_MIN, reader.window) or offset == 0:
+            reader.ahead = end
+            yield from self._start(reader, start, end)
+
+    def _start(self, reader: Reader, start: int, end: int) -> Step[None]:
+        node = yield from self.store.node(reader.ino)
+        if start < node.inode.size:
+            yield from self._fetch(reader.ino, start, end - start)
+        if reader.in_order and end > node.inode.size:
+            yield from self._start_siblings(reader, node.inode.parent, end - node.inode.size)
+
+    def _start_siblings(self, reader: Reader, directory: int, wanted: int) -> Step[None]:
+        siblings = yield from self._siblings(directory)
+        place = siblings.place.get(reader.ino)
+        if place is None:
+            return
+        for ino in siblings.order[place + 1 :]:
+            node = yield from self.store.node(ino)
+            yield from self._fetch(ino, 0, wanted)
+            wanted -= node.inode.size
+            if wanted <= 0:
+                return
+
+    def _fetch(self, ino: int, offset: int, length: int) -> Step[None]:
+        extents: list[Extent] = yield from self.store.extents(ino, offset, length)
+        if extents and self.store.has_room:
+            self.store.reader.fetch(extents)
+
+    def _siblings(self, directory: int) -> Step[_Siblings]:
+        parent = yield from self.store.node(directory)
+        known = self._directories.get(directory)
+        if known is not None and known.mtime_ns == parent.inode.mtime_ns:
+            return known
+        entries = yield from self.store.list_directory(directory, 0, _SIBLINGS_MAX + 1)
+        if len(entries) > _SIBLINGS_MAX:
+            entries = []
+        names = sorted((e.name, e.ino) for _, e in entries if stat.S_ISREG(e.type))
+        order = [ino for _, ino in names]
+        siblings = _Siblings(parent.inode.mtime_ns, order, {i: n for n, i in enumerate(order)})
+        self._directories[directory] = siblings
+        return siblings
