@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +11,7 @@ import trio
 
 from kvfs.engine.io import Completion, DeadlineExceeded, Step, WorkerThreads
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -28,7 +31,10 @@ class LoopExecutor(WorkerThreads):
 async def _run_spawned(step: Step[Any], completion: Completion[Any]) -> None:
     try:
         completion.finish(await drive(step, None))
+    except OSError as error:
+        completion.finish(error=error)
     except Exception as error:
+        log.exception("a background step failed")
         completion.finish(error=error)
 
 
@@ -37,7 +43,7 @@ async def drive(step: Step[T], deadline_seconds: float | None) -> T:
     DeadlineExceeded thrown into it."""
     try:
         completion = next(step)
-        limit = trio.inf if deadline_seconds is None else trio.current_time() + deadline_seconds
+        limit = math.inf if deadline_seconds is None else trio.current_time() + deadline_seconds
         while True:
             if await _finished(completion.when_done, limit):
                 completion = step.send(None)

@@ -1,0 +1,143 @@
+"""Restore and save one session through the mount, beside fio on the same disk.
+
+    python scripts/bench_restore.py [--dir DIR] [--rounds 5] [--json FILE]
+
+A session of 30 layers x 8 MiB of random bytes. Each round measures, one after the
+other: fio reading and writing 240 MiB of a preallocated file (O_DIRECT, 1 MiB, depth
+8), saving the session with one fsync at the end, restoring it with O_DIRECT and with
+plain buffered reads, the kernel's page cache dropped before each (needs root). Ratios
+are medians of the rounds' ratios: the disk drifts, the rounds are interleaved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LAYERS = 30
+LAYER_SIZE = 8 * 1024 * 1024
+SIZE = LAYERS * LAYER_SIZE
+KVFS = str(Path(sys.executable).with_name("kvfs"))
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """MB/s (10^6 bytes) of one round."""
+
+    raw_read: float
+    raw_write: float
+    save: float
+    restore_direct: float
+    restore_buffered: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, default=None, help="a directory on the disk")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
+        rounds = measure(Path(name), arguments.rounds)
+    report(rounds, arguments.json)
+
+
+def measure(directory: Path, rounds: int) -> list[Round]:
+    image, mountpoint, raw = directory / "ring.img", directory / "mnt", directory / "raw"
+    mountpoint.mkdir()
+    subprocess.run([KVFS, "mkfs", image, "--size", "4G"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([KVFS, "mount", mountpoint, image], check=True, stdout=subprocess.DEVNULL)
+    try:
+        return [one_round(mountpoint, raw, number) for number in range(rounds + 1)][1:]
+    finally:
+        subprocess.run([KVFS, "umount", mountpoint], check=True, stdout=subprocess.DEVNULL)
+
+
+def one_round(mountpoint: Path, raw: Path, number: int) -> Round:
+    session = mountpoint / f"session-{number}"
+    layers = [session / f"layer.{layer:03}" for layer in range(LAYERS)]
+    data = memoryview(mmap.mmap(-1, LAYER_SIZE))
+    data[:] = os.urandom(LAYER_SIZE)
+    buffer = memoryview(mmap.mmap(-1, LAYER_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE))
+    raw_write, raw_read = fio(raw, "write"), fio(raw, "read")
+    session.mkdir()
+    save = speed(lambda: save_session(layers, data))
+    drop_caches()
+    direct = speed(lambda: restore(layers, buffer, data, os.O_DIRECT))
+    # So that the daemon's own cache cannot help: more than it holds lies between.
+    drop_caches()
+    buffered = speed(lambda: restore(layers, buffer, data, 0))
+    return Round(raw_read, raw_write, save, direct, buffered)
+
+
+def save_session(layers: list[Path], data: memoryview) -> None:
+    for path in layers:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.write(fd, data)
+        if path is layers[-1]:
+            os.fsync(fd)
+        os.close(fd)
+
+
+def restore(layers: list[Path], buffer: memoryview, expected: memoryview, flags: int) -> None:
+    for path in layers:
+        fd = os.open(path, os.O_RDONLY | flags)
+        done = 0
+        while done < LAYER_SIZE:
+            done += os.preadv(fd, [buffer[done:]], done)
+        os.close(fd)
+    if buffer != expected:
+        raise SystemExit("wrong bytes")
+
+
+def speed(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return SIZE / (time.perf_counter() - started) / 1e6
+
+
+def fio(path: Path, what: str) -> float:
+    command = [
+        "fio", "--name=raw", f"--filename={path}", f"--size={SIZE}", f"--rw={what}", "--bs=1M",
+        "--iodepth=8", "--direct=1", "--ioengine=libaio", "--end_fsync=1",
+        "--output-format=json",
+    ]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(json.loads(output)["jobs"][0][what]["bw_bytes"]) / 1e6
+
+
+def drop_caches() -> None:
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def report(rounds: list[Round], path: Path | None) -> None:
+    goals = [
+        ("restore, O_DIRECT", "restore_direct", "raw_read", 0.8),
+        ("restore, plain reads", "restore_buffered", "raw_read", 0.6),
+        ("save, one fsync", "save", "raw_write", 0.7),
+    ]
+    rows = []
+    for title, what, limit, goal in goals:
+        ratio = statistics.median(getattr(r, what) / getattr(r, limit) for r in rounds)
+        measured = statistics.median(getattr(r, what) for r in rounds)
+        raw = statistics.median(getattr(r, limit) for r in rounds)
+        rows.append(
+            {"what": title, "mb_s": measured, "raw_mb_s": raw, "ratio": ratio, "goal": goal}
+        )
+        print(f"{title:22} {measured:7.0f} MB/s  raw {raw:7.0f}  ratio {ratio:5.2f}  goal {goal}")
+    if path is not None:
+        path.write_text(json.dumps({"rows": rows, "rounds": [asdict(r) for r in rounds]}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

