@@ -9,6 +9,10 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from kvfs.engine.format import BLOCK
+
 
 @dataclass(slots=True)
 class BufferPool:
@@ -31,3 +35,10 @@ class BufferPool:
 def _touched(size: int) -> memoryview:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
     return memoryview(mmap.mmap(-1, size, flags=flags))
+
+
+def aligned(size: int) -> memoryview:
+    """A zeroed page-aligned buffer for one use. Small ones do not cost a mapping."""
+    raw = np.zeros(size + BLOCK, np.uint8)
+    skip = -raw.ctypes.data % BLOCK
+    return raw.data[skip : skip + size]

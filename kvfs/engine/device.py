@@ -139,9 +139,7 @@ def _size(fd: int) -> int:
     return int(size) // BLOCK * BLOCK
 
 
-def _transfer(
-    call: object, fd: int, address: int, buffers: Sequence[memoryview]
-) -> int:
+def _transfer(call: object, fd: int, address: int, buffers: Sequence[memoryview]) -> int:
     """Repeat a vectored call until all is transferred or it returns 0."""
     assert callable(call)
     left = [buffer for buffer in buffers if len(buffer)]

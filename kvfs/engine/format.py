@@ -275,8 +275,8 @@ class FrameHeader:
         body, stored = bytes(data[: cls.STRUCT.size]), data[cls.STRUCT.size : cls.SIZE]
         if checksum(body) != int.from_bytes(stored, "little"):
             raise FormatError("frame header checksum mismatch")
-        fields = cls.STRUCT.unpack(body)
-        return cls(*fields[1:9], FrameFlag(fields[9]), *fields[10:])
+        _, *before, flags, records, items, head, length, table = cls.STRUCT.unpack(body)
+        return cls(*before, FrameFlag(flags), records, items, head, length, table)
 
 
 class RecordKind(IntEnum):
@@ -435,8 +435,9 @@ class Inode:
 
     @classmethod
     def unpack(cls, ino: int, value: bytes) -> Inode:
-        fields = cls.STRUCT.unpack_from(value)
-        return cls(ino, *fields, name=value[cls.STRUCT.size :])
+        inode = cls(ino, *cls.STRUCT.unpack_from(value))
+        inode.name = value[cls.STRUCT.size :]
+        return inode
 
 
 @dataclass(frozen=True, slots=True)

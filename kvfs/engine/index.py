@@ -32,10 +32,10 @@ class Index:
     size: int = 0  # bytes of the committed items as a checkpoint packs them
 
     def get(self, key: bytes) -> Step[bytes | None]:
-        pending = self._pending.get(key)
-        if pending is not None:
+        if key in self._pending:
+            pending: tuple[int, bytes | None] = self._pending[key]
             return pending[1]
-        return self._committed.get(key)
+        return self.committed(key)
         yield
 
     def scan(self, low: bytes, high: bytes = _KEY_END, limit: int = 1 << 62) -> Step[list[Item]]:
@@ -89,7 +89,8 @@ class Index:
         self.inodes += sign * (key[KIND_BYTE] == ItemKind.INODE)
 
     def committed(self, key: bytes) -> bytes | None:
-        return self._committed.get(key)
+        value: bytes | None = self._committed.get(key)
+        return value
 
     def snapshot(self) -> list[tuple[bytes, bytes]]:
         """All committed items, in order."""

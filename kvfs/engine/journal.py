@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvfs.engine import codec
+from kvfs.engine.buffers import aligned
 from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device, DeviceError
 from kvfs.engine.format import (
@@ -77,9 +78,7 @@ def read_superblock(device: Device, name: str) -> Superblock:
 
 def write_superblock(device: Device, superblock: Superblock) -> None:
     """To its slot, durable on return. Raises OSError."""
-    block = memoryview(np.zeros(2 * BLOCK, np.uint8))
-    skip = -np.frombuffer(block, np.uint8).ctypes.data % BLOCK
-    block = block[skip : skip + BLOCK]
+    block = aligned(BLOCK)
     block[:] = superblock.pack()
     device.write(superblock.address, [block])
     device.flush()
@@ -184,9 +183,7 @@ def read_checkpoint(device: Device, pointer: Pointer) -> tuple[list[Item], list[
     size = Pointer.STRUCT.size
     if len(root) != _COUNT.size + count * size:
         raise FormatError("the checkpoint's list of chunks is cut")
-    pointers = [
-        Pointer.unpack(root[at : at + size]) for at in range(_COUNT.size, len(root), size)
-    ]
+    pointers = [Pointer.unpack(root[at : at + size]) for at in range(_COUNT.size, len(root), size)]
     items = [item for chunk in pointers for item in unpack_items(_read_pointer(device, chunk))]
     return items, [pointer, *pointers]
 

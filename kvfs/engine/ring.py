@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from kvfs.engine.buffers import aligned
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
     BLOCK,
@@ -183,7 +184,9 @@ class Ring:
             frame_length=frame_length,
             table_checksum=checksum(table),
         )
-        head = _aligned_copy(header.pack() + table, head_length)
+        head = aligned(head_length)
+        head[: FrameHeader.SIZE] = header.pack()
+        head[FrameHeader.SIZE : FrameHeader.SIZE + len(table)] = table
         self.passed(header)
         return PlacedFrame(header, (head, payload))
 
@@ -193,8 +196,7 @@ class Ring:
         self._last_sequence[segment] = header.sequence
         self.position = Position(
             segment=segment,
-            offset=(header.address - DATA_START) % self.geometry.segment_size
-            + header.frame_length,
+            offset=(header.address - DATA_START) % self.geometry.segment_size + header.frame_length,
             next_segment=header.next_segment,
             sequence=header.sequence + 1,
             previous_checksum=checksum(header.pack()),
@@ -227,7 +229,7 @@ class Ring:
         return int(np.count_nonzero(self._dead_mask()))
 
     def _dead_mask(self) -> npt.NDArray[np.bool_]:
-        dead = self.liveness.live_blocks == 0
+        dead: npt.NDArray[np.bool_] = self.liveness.live_blocks == 0
         dead[self.position.segment] = False
         if self.position.next_segment != NO_SEGMENT:
             dead[self.position.next_segment] = False
@@ -235,16 +237,9 @@ class Ring:
 
     def _free_mask(self) -> npt.NDArray[np.bool_]:
         bound = self.needed_from
-        return self._dead_mask() & (self._last_sequence < bound) & (self._died < bound)
-
-
-def _aligned_copy(data: bytes, length: int) -> memoryview:
-    # Frame heads are small and many sizes: numpy's own allocation, aligned by slicing.
-    raw = np.zeros(length + BLOCK, np.uint8)
-    skip = -raw.ctypes.data % BLOCK
-    view = memoryview(raw)[skip : skip + length]
-    view[: len(data)] = data
-    return view
+        free: npt.NDArray[np.bool_] = self._dead_mask()
+        free &= (self._last_sequence < bound) & (self._died < bound)
+        return free
 
 
 # -- reading back ----------------------------------------------------------------
@@ -290,6 +285,6 @@ def read_frame(device: Device, header: FrameHeader) -> Frame:
 
 def read_bytes(device: Device, address: int, length: int) -> memoryview:
     """`length` bytes, a multiple of BLOCK, in a fresh aligned buffer. Raises OSError."""
-    buffer = _aligned_copy(b"", length)
+    buffer = aligned(length)
     device.read(address, [buffer])
     return buffer

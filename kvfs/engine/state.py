@@ -176,7 +176,9 @@ class State:
         found = yield from self._find(directory, name)
         return found[1] if found else None
 
-    def list_directory(self, directory: int, after: int, limit: int) -> Step[list[tuple[int, Dentry]]]:
+    def list_directory(
+        self, directory: int, after: int, limit: int
+    ) -> Step[list[tuple[int, Dentry]]]:
         """Entries whose cookie is above `after`, by cookie."""
         low, high = dentry_key(directory, after + 1), dentry_key(directory, _SLOT_MAX)
         items = yield from self._index.scan(low, high, limit)
@@ -499,7 +501,9 @@ class State:
         """The entries whose names have this name's hash."""
         first = name_slot(self._hash_key, name)
         last = first + NAME_COLLISIONS_MAX - 1
-        items = yield from self._index.scan(dentry_key(directory, first), dentry_key(directory, last))
+        items = yield from self._index.scan(
+            dentry_key(directory, first), dentry_key(directory, last)
+        )
         return [(key_slot(key), Dentry.unpack(value)) for key, value in items if value]
 
     def _existing(self, directory: int, name: bytes) -> Step[tuple[int, Dentry]]:
@@ -558,9 +562,7 @@ class State:
                 raise error(errno.EINVAL)
             directory = (yield from self.node(directory)).inode.parent
 
-    def _put_dentry(
-        self, slot: int, parent: Node, inode: Inode, name: bytes, time_ns: int
-    ) -> None:
+    def _put_dentry(self, slot: int, parent: Node, inode: Inode, name: bytes, time_ns: int) -> None:
         dentry = Dentry(inode.ino, stat.S_IFMT(inode.mode), name)
         self._index.put(dentry_key(parent.inode.ino, slot), dentry.pack())
         self._changed_directory(parent, time_ns)

@@ -48,7 +48,7 @@ from kvfs.engine.format import (
 from kvfs.engine.index import Index
 from kvfs.engine.io import Completion, Executor, Step, run, wait, wait_all
 from kvfs.engine.reader import Chunk, ExtentReader
-from kvfs.engine.ring import RESERVED_SEGMENTS, PlacedFrame, RingFull
+from kvfs.engine.ring import RESERVED_SEGMENTS, PlacedFrame
 from kvfs.engine.state import CODEC_XATTR, Hole, Node, Part, State, Stored, error
 from kvfs.engine.writeback import (
     BATCH_OPERATIONS,
@@ -401,9 +401,7 @@ class Store:
         target: bytes = b"",
     ) -> Step[Node]:
         """A file, directory, symlink or special file, by the type in `mode`."""
-        op = ops.Create(
-            time.time_ns(), parent, name, self._new_id(), mode, uid, gid, rdev, target
-        )
+        op = ops.Create(time.time_ns(), parent, name, self._new_id(), mode, uid, gid, rdev, target)
         inode = yield from self._perform(op)
         assert inode is not None
         return (yield from self._state.node(inode.ino))
@@ -714,9 +712,7 @@ class Store:
         if frame.header.frame_length >= 1024 * 1024:
             self._auto.saw_write(frame.header.frame_length, time.perf_counter() - started)
 
-    def _commit(
-        self, batch: Batch, placed: Placed, writes: list[Completion[None]]
-    ) -> Step[None]:
+    def _commit(self, batch: Batch, placed: Placed, writes: list[Completion[None]]) -> Step[None]:
         yield from wait_all(writes)
         journal.apply_unit(self._index, self._ring, placed.extents, placed.items)
         self._index.settle(batch.sealed.batch, placed.items)

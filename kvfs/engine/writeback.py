@@ -156,9 +156,7 @@ def place(batch: Batch, encoded: Encoded, ring: Ring, state: State) -> Placed:
     stored = state.placed(batch.sealed, encoded.records)
     items = sorted([*batch.sealed.items, *state.inode_items(batch.sealed)])
     frames = place_unit(ring, encoded.records, encoded.payload, items, batch.operation)
-    extents = [
-        extent_of(frame.header, record) for frame, group in frames for record in group
-    ]
+    extents = [extent_of(frame.header, record) for frame, group in frames for record in group]
     return Placed([frame for frame, _ in frames], extents, items, list(stored))
 
 

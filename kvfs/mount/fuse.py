@@ -9,9 +9,9 @@ import os
 import queue
 import stat
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import pyfuse3
 from pyfuse3 import (
@@ -49,7 +49,9 @@ _NOTICES_MAX = 4096
 _DOT, _DOT_DOT = 1, 2
 
 
-def _handler(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+def _handler(
+    function: Callable[P, Coroutine[Any, Any, R]],
+) -> Callable[P, Coroutine[Any, Any, R]]:
     """Any exception but FUSEError would end the daemon: each becomes an errno."""
 
     @functools.wraps(function)
@@ -87,7 +89,11 @@ class Filesystem(pyfuse3.Operations):
     enable_writeback_cache = False
 
     def __init__(
-        self, store: Store, look_ahead: LookAhead, deadline_seconds: float, describe: tuple[str, str]
+        self,
+        store: Store,
+        look_ahead: LookAhead,
+        deadline_seconds: float,
+        describe: tuple[str, str],
     ) -> None:
         super().__init__()
         self._store = store
@@ -139,7 +145,7 @@ class Filesystem(pyfuse3.Operations):
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
         if inode in (control.CONTROL_INODE, control.STATS_INODE):
             return await self._control_attributes(inode)
-        return _attributes(await self._run(self._store.node(inode)))
+        return _node_attributes(await self._run(self._store.node(inode)))
 
     @_handler
     async def setattr(
@@ -159,7 +165,7 @@ class Filesystem(pyfuse3.Operations):
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
         )
-        return _attributes(await self._run(changed))
+        return _node_attributes(await self._run(changed))
 
     @_handler
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
@@ -191,9 +197,7 @@ class Filesystem(pyfuse3.Operations):
         return self._remember(await self._run(self._store.link(inode, new_parent_inode, new_name)))
 
     @_handler
-    async def unlink(
-        self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
-    ) -> None:
+    async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         _refuse_control(parent_inode, name)
         await self._run(self._store.unlink(parent_inode, name))
 
@@ -250,7 +254,8 @@ class Filesystem(pyfuse3.Operations):
         handle = self._handles[fh]
         if handle.snapshot is not None:
             return handle.snapshot[off : off + size]
-        return await self._run(self._read(handle, off, size))  # type: ignore[return-value]
+        # The reply is copied before anything else runs, so it may be a view.
+        return cast(bytes, await self._run(self._read(handle, off, size)))
 
     def _read(self, handle: _Handle, offset: int, size: int) -> Step[memoryview]:
         if handle.reader is not None:
@@ -296,18 +301,18 @@ class Filesystem(pyfuse3.Operations):
         if directory == control.CONTROL_INODE:
             return await self._read_control(start_id, token)
         node = await self._run(self._store.node(directory))
-        if start_id < _DOT and not pyfuse3.readdir_reply(token, b".", _attributes(node), _DOT):
+        if start_id < _DOT and not pyfuse3.readdir_reply(token, b".", _node_attributes(node), _DOT):
             return
         if start_id < _DOT_DOT:
             parent = await self._run(self._store.node(node.inode.parent))
-            if not pyfuse3.readdir_reply(token, b"..", _attributes(parent), _DOT_DOT):
+            if not pyfuse3.readdir_reply(token, b"..", _node_attributes(parent), _DOT_DOT):
                 return
         while True:
             step = self._store.list_directory(directory, max(start_id, _DOT_DOT), _READDIR_BATCH)
             entries = await self._run(step)
             for cookie, entry in entries:
                 child = await self._run(self._store.node(entry.ino))
-                if not pyfuse3.readdir_reply(token, entry.name, _attributes(child), cookie):
+                if not pyfuse3.readdir_reply(token, entry.name, _node_attributes(child), cookie):
                     return
                 self._remember(child)
                 start_id = cookie
@@ -409,7 +414,7 @@ class Filesystem(pyfuse3.Operations):
         if ino not in self._remembered:
             node.pins += 1
         self._remembered[ino] = self._remembered.get(ino, 0) + 1
-        return _attributes(node)
+        return _node_attributes(node)
 
     async def _unpin(self, ino: int) -> None:
         await self._run(self._store.unpin(ino))
@@ -424,7 +429,7 @@ class Filesystem(pyfuse3.Operations):
     async def _control_attributes(self, ino: int) -> EntryAttributes:
         root = await self._run(self._store.node(ROOT_INODE))
         size = 0 if ino == control.CONTROL_INODE else len(self._stats())
-        attributes = _attributes(Node(control.control_inode(ino, root.inode, size), None))  # type: ignore[arg-type]
+        attributes = _attributes(control.control_inode(ino, root.inode, size), 0)
         attributes.attr_timeout = 0
         return attributes
 
@@ -443,7 +448,7 @@ class Filesystem(pyfuse3.Operations):
         ]
         for number, (name, ino) in enumerate(entries[start_id:], start_id + 1):
             if ino == ROOT_INODE:
-                attributes = _attributes(await self._run(self._store.node(ino)))
+                attributes = _node_attributes(await self._run(self._store.node(ino)))
             else:
                 attributes = await self._control_attributes(ino)
             if not pyfuse3.readdir_reply(token, name, attributes, number):
@@ -487,8 +492,11 @@ def _negative() -> EntryAttributes:
     return attributes
 
 
-def _attributes(node: Node) -> EntryAttributes:
-    inode: Inode = node.inode
+def _node_attributes(node: Node) -> EntryAttributes:
+    return _attributes(node.inode, blocks(node) // 512)
+
+
+def _attributes(inode: Inode, blocks_512: int) -> EntryAttributes:
     attributes = EntryAttributes()
     attributes.st_ino = InodeT(inode.ino)
     attributes.generation = 0
@@ -500,7 +508,7 @@ def _attributes(node: Node) -> EntryAttributes:
     attributes.st_rdev = inode.rdev
     attributes.st_size = inode.size
     attributes.st_blksize = _BLOCK_SIZE_HINT
-    attributes.st_blocks = blocks(node) // 512
+    attributes.st_blocks = blocks_512
     attributes.st_atime_ns = inode.atime_ns
     attributes.st_mtime_ns = inode.mtime_ns
     attributes.st_ctime_ns = inode.ctime_ns

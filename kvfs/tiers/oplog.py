@@ -197,7 +197,9 @@ def _records(chunk: _Chunk, first: int) -> Iterator[BufferedOperation]:
         if sequence != expected or end > len(view):
             return
         fields = bytes(view[start : start + OPLOG_RECORD.size])
-        stored = int.from_bytes(view[start + OPLOG_RECORD.size : start + OPLOG_RECORD_SIZE], "little")
+        stored = int.from_bytes(
+            view[start + OPLOG_RECORD.size : start + OPLOG_RECORD_SIZE], "little"
+        )
         operation = bytes(view[start + OPLOG_RECORD_SIZE : data_start])
         data = view[data_start:end]
         if checksum(fields + operation, data) != stored:
