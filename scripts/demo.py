@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import json
 import os
 import re
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,12 +141,13 @@ def load_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             f"the package {MODEL_PACKAGE} with the model's weights is missing: run `make setup`"
         )
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     directory = Path(found.origin).parent
-    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=MODEL_FILE)
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, gguf_file=MODEL_FILE, dtype=torch.bfloat16
-    )
+    # Reading GGUF draws bars of its own, which no setting turns off.
+    with redirect_stderr(io.StringIO()):
+        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=MODEL_FILE)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, gguf_file=MODEL_FILE, dtype=torch.bfloat16
+        )
     return model, tokenizer
 
 

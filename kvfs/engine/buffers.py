@@ -42,3 +42,14 @@ def aligned(size: int) -> memoryview:
     raw = np.zeros(size + BLOCK, np.uint8)
     skip = -raw.ctypes.data % BLOCK
     return raw.data[skip : skip + size]
+
+
+_COPY_UNLOCKED_MIN = 64 * 1024
+
+
+def copy(source: memoryview, target: memoryview) -> None:
+    """Copy bytes of equal length; large ones with the interpreter's lock released."""
+    if len(source) < _COPY_UNLOCKED_MIN:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -143,36 +143,44 @@ def _scratch(size: int) -> npt.NDArray[np.uint8]:
 
 @dataclass(slots=True)
 class AutoCodec:
-    """Decides for `auto`: compress where the device is the slower part or space is short.
+    """Decides for `auto`: compress where the device is the slower part, or space is
+    short, and the data shrinks.
 
-    Bandwidths are bytes a second, exponentially smoothed over what was really
-    written and encoded. Until both are known nothing is compressed but a probe.
+    Bandwidths are bytes a second, exponentially smoothed over what was really written
+    and encoded; one batch in `PROBE_INTERVAL` is encoded to keep them true.
     """
 
     device: float = 0.0
     encoder: float = 0.0
+    ratio: float = 0.0
     space_is_short: bool = False
+    _batches: int = 0
 
     SMOOTHING: ClassVar[float] = 0.2
+    RATIO_MIN: ClassVar[float] = 1.1
+    PROBE_INTERVAL: ClassVar[int] = 64
 
     def saw_write(self, size: int, seconds: float) -> None:
-        self.device = self._smooth(self.device, size, seconds)
+        self.device = self._smooth(self.device, size / max(seconds, 1e-6))
 
-    def saw_encode(self, size: int, seconds: float) -> None:
-        self.encoder = self._smooth(self.encoder, size, seconds)
+    def saw_encode(self, size: int, stored: int, seconds: float) -> None:
+        self.encoder = self._smooth(self.encoder, size / max(seconds, 1e-6))
+        self.ratio = self._smooth(self.ratio, size / stored)
 
-    @property
-    def compresses(self) -> bool:
-        return self.space_is_short or (0 < self.device < self.encoder) or self.encoder == 0
+    def next_batch(self) -> bool:
+        """Whether the `auto` files of the next batch are compressed."""
+        probe = self._batches % self.PROBE_INTERVAL == 0
+        self._batches += 1
+        pays = self.space_is_short or 0 < self.device < self.encoder
+        return probe or (pays and self.ratio >= self.RATIO_MIN)
 
-    def _smooth(self, old: float, size: int, seconds: float) -> float:
-        new = size / max(seconds, 1e-6)
+    def _smooth(self, old: float, new: float) -> float:
         return new if old == 0 else old + self.SMOOTHING * (new - old)
 
 
-def resolve(choice: CodecChoice, item_size: int, auto: AutoCodec) -> Codec:
+def resolve(choice: CodecChoice, item_size: int, *, auto_compresses: bool) -> Codec:
     """The codec for what is written now by a file with this choice and element size."""
-    if choice == CodecChoice.NONE or (choice == CodecChoice.AUTO and not auto.compresses):
+    if choice == CodecChoice.NONE or (choice == CodecChoice.AUTO and not auto_compresses):
         return Codec.NONE
     if choice == CodecChoice.ZSTD or item_size <= 1:
         return Codec.ZSTD

@@ -692,7 +692,9 @@ class Store:
         for waiting in islice(self._sealed, 1):
             self._encode(waiting)
         if encoded.encoded_bytes:
-            self._auto.saw_encode(encoded.encoded_bytes, encoded.seconds)
+            self._auto.saw_encode(
+                encoded.encoded_bytes, encoded.encoded_into, encoded.seconds
+            )
         placed = place(batch, encoded, self._ring, self._state)
         self._placed_operation = batch.operation
         return batch, placed, self._write_frames(placed.frames)

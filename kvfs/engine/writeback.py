@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvfs.engine import codec
-from kvfs.engine.buffers import BufferPool
+from kvfs.engine.buffers import BufferPool, copy
 from kvfs.engine.codec import AutoCodec, Codec
 from kvfs.engine.format import (
     ITEM_OVERHEAD,
@@ -77,6 +77,7 @@ class Encoded:
     records: list[RecordHeader]
     payload: memoryview
     encoded_bytes: int
+    encoded_into: int
     seconds: float
 
 
@@ -101,13 +102,16 @@ class EncodeBatch:
     def __call__(self) -> Encoded:
         started = time.perf_counter()
         records = []
-        at = encoded_bytes = 0
+        at = encoded_bytes = encoded_into = 0
         for extent, used in zip(self.extents, self.codecs, strict=True):
             record, taken = self._encode(extent, used, at)
             records.append(record)
             at += taken
-            encoded_bytes += extent.size if used != Codec.NONE else 0
-        return Encoded(records, self.arena[:at], encoded_bytes, time.perf_counter() - started)
+            if used != Codec.NONE:
+                encoded_bytes += extent.size
+                encoded_into += taken
+        seconds = time.perf_counter() - started
+        return Encoded(records, self.arena[:at], encoded_bytes, encoded_into, seconds)
 
     def _encode(self, extent: NewExtent, used: Codec, at: int) -> tuple[RecordHeader, int]:
         raw = self.arena[at : at + extent.size]
@@ -132,7 +136,7 @@ def _gather(pieces: list[memoryview], out: memoryview) -> None:
     at = 0
     for piece in pieces:
         end = at + len(piece)
-        out[at:end] = piece
+        copy(piece, out[at:end])
         at = end
 
 
@@ -147,7 +151,11 @@ def start_encoding(
         return
     extents = batch.sealed.extents
     batch.arena = Arena.for_extents(extents, pool)
-    codecs = [codec.resolve(extent.choice, extent.item_size, auto) for extent in extents]
+    auto_compresses = bool(extents) and auto.next_batch()
+    codecs = [
+        codec.resolve(extent.choice, extent.item_size, auto_compresses=auto_compresses)
+        for extent in extents
+    ]
     batch.encoding = submit(EncodeBatch(extents, codecs, batch.arena.buffer))
 
 

@@ -72,10 +72,9 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         filesystem = Filesystem(store, look_ahead, config.deadline_seconds, describe)
         pyfuse3.init(filesystem, str(config.mountpoint), _options(config))
         try:
-            _set_read_ahead(config.mountpoint)
             nursery.start_soon(_stop_on_signal)
             nursery.start_soon(_tick, store)
-            ready()
+            nursery.start_soon(_announce, config.mountpoint, ready)
             await pyfuse3.main()
         finally:
             pyfuse3.close(unmount=True)
@@ -103,6 +102,13 @@ def _options(config: MountConfig) -> set[str]:
     if config.read_only:
         options.add("ro")
     return options
+
+
+async def _announce(mountpoint: Path, ready: Callable[[], None]) -> None:
+    """Once the mount answers. The kernel sets its read-ahead when it first talks to us."""
+    await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True)
+    _set_read_ahead(mountpoint)
+    ready()
 
 
 def _set_read_ahead(mountpoint: Path) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvfs.engine.buffer import BufferedOperation
+from kvfs.engine.buffers import copy
 from kvfs.engine.format import (
     OPLOG_ALIGN,
     OPLOG_RECORD,
@@ -92,7 +93,7 @@ class OperationLog:
         data_start = body + len(operation)
         end = data_start + length
         kept = view[data_start:end]
-        kept[:] = data
+        copy(memoryview(data), kept)
         fields = OPLOG_RECORD.pack(len(operation), length, sequence) + operation
         check = checksum(fields, kept) if length else checksum(fields)
         view[start:data_start] = (
