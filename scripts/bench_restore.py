@@ -3,7 +3,7 @@
     python scripts/bench_restore.py [--dir DIR] [--rounds 5] [--json FILE]
 
 A session of 30 layers x 8 MiB of random bytes. Each round measures, one after the
-other: fio reading and writing 240 MiB of a preallocated file (O_DIRECT, 1 MiB, depth
+other: fio writing and reading 240 MiB of a new file (O_DIRECT, 1 MiB, depth
 8), saving the session with one fsync at the end, restoring it with O_DIRECT and with
 plain buffered reads, the kernel's page cache dropped before each (needs root). Ratios
 are medians of the rounds' ratios: the disk drifts, the rounds are interleaved.
@@ -69,7 +69,9 @@ def one_round(mountpoint: Path, raw: Path, number: int) -> Round:
     data = memoryview(mmap.mmap(-1, LAYER_SIZE))
     data[:] = os.urandom(LAYER_SIZE)
     buffer = memoryview(mmap.mmap(-1, LAYER_SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE))
+    # A new file each round, like the session: neither is read for a second time.
     raw_write, raw_read = fio(raw, "write"), fio(raw, "read")
+    raw.unlink()
     session.mkdir()
     save = speed(lambda: save_session(layers, data))
     drop_caches()

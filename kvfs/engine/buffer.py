@@ -40,6 +40,5 @@ class Buffer(Protocol):
     def close(self, *, keep: bool) -> None:
         """Let go; unless `keep`, everything is in the ring and nothing is left behind."""
 
-    @property
-    def room(self) -> int:
-        """Bytes that `append` can surely take."""
+    def has_room(self, size: int) -> bool:
+        """Whether `append` can surely take an operation and data of `size` bytes."""

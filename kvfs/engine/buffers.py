@@ -53,3 +53,8 @@ def copy(source: memoryview, target: memoryview) -> None:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def is_aligned(buffer: memoryview) -> bool:
+    """Whether direct I/O can take the buffer as it is: whole blocks, block-aligned."""
+    return len(buffer) % BLOCK == 0 and np.frombuffer(buffer, np.uint8).ctypes.data % BLOCK == 0

@@ -275,8 +275,14 @@ class FrameHeader:
         body, stored = bytes(data[: cls.STRUCT.size]), data[cls.STRUCT.size : cls.SIZE]
         if checksum(body) != int.from_bytes(stored, "little"):
             raise FormatError("frame header checksum mismatch")
-        _, *before, flags, records, items, head, length, table = cls.STRUCT.unpack(body)
-        return cls(*before, FrameFlag(flags), records, items, head, length, table)
+        (
+            _, uuid, epoch, sequence, previous, flushed, operation, address, next_segment, flags,
+            record_count, item_bytes, head_length, frame_length, table_checksum,
+        ) = cls.STRUCT.unpack(body)  # fmt: skip
+        return cls(
+            uuid, epoch, sequence, previous, flushed, operation, address, next_segment,
+            FrameFlag(flags), record_count, item_bytes, head_length, frame_length, table_checksum,
+        )  # fmt: skip
 
 
 class RecordKind(IntEnum):
@@ -591,8 +597,10 @@ class OplogChunkHeader:
         return cls(*cls.STRUCT.unpack(body)[1:])
 
 
-# length of the operation, length of its data, sequence; then a checksum over these
-# fields, the operation and the data.
-OPLOG_RECORD = struct.Struct("<IIQ")
+# Length of the operation, of the padding behind it, of the data; sequence. Then a
+# checksum over these fields, the operation and the data. Long data is block-aligned, so
+# that direct I/O can take it from where it lies.
+OPLOG_RECORD = struct.Struct("<IIIxxxxQ")
+OPLOG_ALIGNED_MIN = 64 * 1024
 OPLOG_RECORD_SIZE = OPLOG_RECORD.size + 8
 OPLOG_ALIGN = 64

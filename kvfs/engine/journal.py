@@ -65,7 +65,8 @@ def read_superblock(device: Device, name: str) -> Superblock:
     if not found:
         reason = next((r for r in reasons if "no KVFS" not in r), reasons[0])
         raise DeviceError(
-            f"{name}: {reason}; if nothing on it is needed, format it with: kvfs mkfs {name} --force"
+            f"{name}: {reason}; if nothing on it is needed, format it with: "
+            f"kvfs mkfs {name} --force"
         )
     newest = max(found, key=lambda superblock: superblock.generation)
     if newest.device_size > device.size:
@@ -131,10 +132,10 @@ def _release(index: Index, ring: Ring, key: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's record, its payload not placed yet, and the payload padded to blocks."""
+    """A chunk's record, not placed yet, and its stored bytes in whole aligned blocks."""
 
     record: RecordHeader
-    payload: bytes
+    stored: memoryview
 
 
 def encode_chunks(items: list[tuple[bytes, bytes]]) -> list[EncodedChunk]:
@@ -171,7 +172,9 @@ def _encode(kind: RecordKind, body: bytes) -> EncodedChunk:
     record = RecordHeader(
         kind, used, 1, 0, 0, 0, 0, len(body), len(stored), 0, checksum(stored)
     )  # fmt: skip
-    return EncodedChunk(record, stored.ljust(round_up(len(stored)), b"\0"))
+    padded = aligned(round_up(len(stored)))
+    padded[: len(stored)] = stored
+    return EncodedChunk(record, padded)
 
 
 def read_checkpoint(device: Device, pointer: Pointer) -> tuple[list[Item], list[Pointer]]:

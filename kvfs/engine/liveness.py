@@ -16,7 +16,7 @@ class Liveness:
     def __init__(self, segment_count: int, segment_size: int) -> None:
         self._segment_size = segment_size
         blocks = segment_count * segment_size // BLOCK
-        self._bits = np.zeros(-(-blocks // 8), np.uint8)
+        self._bits = bytearray(-(-blocks // 8))
         self.live_blocks: npt.NDArray[np.int64] = np.zeros(segment_count, np.int64)
 
     def mark(self, address: int, stored: int) -> None:
@@ -39,15 +39,13 @@ class Liveness:
         start = (address - DATA_START) // BLOCK
         count = round_up(stored) // BLOCK
         first, last = start >> 3, (start + count - 1) >> 3
-        mask = np.full(last - first + 1, 0xFF, np.uint8)
-        mask[0] &= 0xFF << (start & 7) & 0xFF
-        mask[-1] &= 0xFF >> (7 - ((start + count - 1) & 7))
-        window = self._bits[first : last + 1]
-        expected = 0 if live else mask
-        if np.any((window & mask) != expected):
+        # The range as one number: short ranges are the rule, and cost little this way.
+        mask = ((1 << count) - 1) << (start & 7)
+        window = int.from_bytes(self._bits[first : last + 1], "little")
+        if window & mask != (0 if live else mask):
             state = "live" if live else "dead"
             raise AssertionError(f"blocks at {address} are already {state}")
-        window ^= mask
+        self._bits[first : last + 1] = (window ^ mask).to_bytes(last + 1 - first, "little")
         segment = (address - DATA_START) // self._segment_size
         self.live_blocks[segment] += count if live else -count
         return int(self.live_blocks[segment])

@@ -129,8 +129,7 @@ class Ring:
             raise RingFull
         links = []
         if self.position.next_segment != self._announced:
-            empty = memoryview(b"")
-            links = [self.append([], empty, b"", operation=operation, continues=True)]
+            links = [self.append([], [], b"", operation=operation, continues=True)]
         self.position = replace(
             self.position, segment=self.position.next_segment, offset=0, next_segment=NO_SEGMENT
         )
@@ -154,7 +153,7 @@ class Ring:
     def append(
         self,
         records: list[RecordHeader],
-        payload: memoryview,
+        payload: Sequence[memoryview],
         items: bytes,
         *,
         operation: int,
@@ -163,8 +162,8 @@ class Ring:
         """Place a frame at the head. Its records' payload offsets are made relative to
         the frame; the caller has seen to it that it fits in `room`."""
         head_length = head_size(len(records), len(items))
-        frame_length = head_length + len(payload)
-        assert frame_length <= self.room + BLOCK and len(payload) % BLOCK == 0
+        frame_length = head_length + sum(map(len, payload))
+        assert frame_length <= self.room + BLOCK and frame_length % BLOCK == 0
         for record in records:
             record.payload += head_length
         table = b"".join([*(record.pack() for record in records), items])
@@ -188,7 +187,7 @@ class Ring:
         head[: FrameHeader.SIZE] = header.pack()
         head[FrameHeader.SIZE : FrameHeader.SIZE + len(table)] = table
         self.passed(header)
-        return PlacedFrame(header, (head, payload))
+        return PlacedFrame(header, (head, *payload))
 
     def passed(self, header: FrameHeader) -> None:
         """The head is now behind this frame: it was placed, or replayed."""

@@ -55,6 +55,7 @@ from kvfs.engine.writeback import (
     BATCH_SIZE,
     Batch,
     Encoded,
+    Payload,
     Placed,
     place,
     place_unit,
@@ -210,6 +211,7 @@ class Store:
             store._load(name)
         except FormatError as fault:
             raise DeviceError(f"{name}: {fault}; the index cannot be read") from None
+        store._make_root()
         if not store.read_only:
             store._begin()
         return store
@@ -217,10 +219,11 @@ class Store:
     def close(self) -> Step[None]:
         """Everything into the ring, a checkpoint, and the mark of a clean end. Raises
         OSError when the device fails; the buffer then keeps what the ring lacks."""
-        if self.read_only or self._failure:
-            self._buffer.close(keep=self._failure is not None)
-            self._check_writable()
+        if self.read_only:
             return
+        if self._failure is not None:
+            self._buffer.close(keep=True)
+            self._check_writable()
         try:
             yield from self._drop_orphans()
             self._seal()
@@ -267,7 +270,6 @@ class Store:
         self._committed_sequence = self._ring.flushed = self._ring.position.sequence - 1
         self._ring.checkpointed(old.replay.sequence)
         self._buffer.begin(token)
-        self._make_root()
         for record in recovered:
             self._redo(record.sequence, ops.unpack(record.operation), record.data)
         self.counters.recovered_operations = len(recovered)
@@ -529,7 +531,7 @@ class Store:
 
     def _admit(self, cost: int, length: int, *, frees: bool) -> Step[None]:
         """Wait until the buffer has room; raise ENOSPC when the ring has not."""
-        while self._unsaved + length > self._dirty_max() or self._buffer.room < length + cost:
+        while self._unsaved + length > self._dirty_max() or not self._buffer.has_room(cost):
             if not self._uncommitted and self._operation == self._sealed_operation:
                 raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
             yield from self._relieve()
@@ -653,7 +655,9 @@ class Store:
         self._kick()
 
     def _encode(self, batch: Batch) -> None:
-        self._auto.space_is_short = self._space_left(frees=False) < self.space().total // 4
+        if batch.encoding is None:
+            short = self._space_left(frees=False) < self._superblock.device_size // 4
+            self._auto.space_is_short = short
         start_encoding(batch, self._auto, self._arenas, self._executor.submit)
 
     def _kick(self) -> None:
@@ -692,9 +696,7 @@ class Store:
         for waiting in islice(self._sealed, 1):
             self._encode(waiting)
         if encoded.encoded_bytes:
-            self._auto.saw_encode(
-                encoded.encoded_bytes, encoded.encoded_into, encoded.seconds
-            )
+            self._auto.saw_encode(encoded.encoded_bytes, encoded.encoded_into, encoded.seconds)
         placed = place(batch, encoded, self._ring, self._state)
         self._placed_operation = batch.operation
         return batch, placed, self._write_frames(placed.frames)
@@ -755,13 +757,8 @@ class Store:
         wanted.finish()
 
     def _append_chunks(self, chunks: list[journal.EncodedChunk]) -> Step[list[Pointer]]:
-        if not chunks:
-            return []
-        size = sum(len(chunk.payload) for chunk in chunks)
-        payload = BufferPool(size, 0).take()
-        payload[:] = b"".join(chunk.payload for chunk in chunks)
-        records = [chunk.record for chunk in chunks]
-        frames = place_unit(self._ring, records, payload, [], self._placed_operation)
+        payloads = [Payload(chunk.record, [chunk.stored]) for chunk in chunks]
+        frames = place_unit(self._ring, payloads, [], self._placed_operation)
         pointers = [
             journal.pointer_to(frame.header, record) for frame, group in frames for record in group
         ]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvfs.engine import codec
-from kvfs.engine.buffers import BufferPool, copy
+from kvfs.engine.buffers import BufferPool, copy, is_aligned
 from kvfs.engine.codec import AutoCodec, Codec
 from kvfs.engine.format import (
     ITEM_OVERHEAD,
@@ -70,12 +70,23 @@ class Arena:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """The records of a batch, and their payloads one behind the other from `payload`'s
-    start, each padded to whole blocks. `payload` offsets in the records are not set."""
+class Payload:
+    """A record and its stored bytes, as buffers that direct I/O takes, padded to whole
+    blocks. The record's place in a frame is not set yet."""
 
-    records: list[RecordHeader]
-    payload: memoryview
+    record: RecordHeader
+    buffers: list[memoryview]
+
+    @property
+    def size(self) -> int:
+        return round_up(self.record.stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """The payloads of a batch; how many bytes a codec took, made of them, in how long."""
+
+    payloads: list[Payload]
     encoded_bytes: int
     encoded_into: int
     seconds: float
@@ -101,19 +112,21 @@ class EncodeBatch:
 
     def __call__(self) -> Encoded:
         started = time.perf_counter()
-        records = []
+        payloads = []
         at = encoded_bytes = encoded_into = 0
         for extent, used in zip(self.extents, self.codecs, strict=True):
-            record, taken = self._encode(extent, used, at)
-            records.append(record)
-            at += taken
+            if used == Codec.NONE and all(map(is_aligned, extent.pieces)):
+                payloads.append(_as_it_lies(extent))
+                continue
+            payload = self._encode(extent, used, at)
+            payloads.append(payload)
+            at += payload.size
             if used != Codec.NONE:
                 encoded_bytes += extent.size
-                encoded_into += taken
-        seconds = time.perf_counter() - started
-        return Encoded(records, self.arena[:at], encoded_bytes, encoded_into, seconds)
+                encoded_into += payload.size
+        return Encoded(payloads, encoded_bytes, encoded_into, time.perf_counter() - started)
 
-    def _encode(self, extent: NewExtent, used: Codec, at: int) -> tuple[RecordHeader, int]:
+    def _encode(self, extent: NewExtent, used: Codec, at: int) -> Payload:
         raw = self.arena[at : at + extent.size]
         _gather(extent.pieces, raw)
         encoded = codec.encode(used, extent.item_size, raw)
@@ -124,12 +137,21 @@ class EncodeBatch:
             self.arena[at : at + stored] = encoded
         taken = round_up(stored)
         self.arena[at + stored : at + taken] = bytes(taken - stored)
-        record = RecordHeader(
-            RecordKind.DATA, used, extent.item_size, extent.session_id, extent.ino,
-            extent.extent_id, extent.offset, extent.size, stored, 0,
-            checksum(self.arena[at : at + stored]),
-        )  # fmt: skip
-        return record, taken
+        record = _record(extent, used, stored, checksum(self.arena[at : at + stored]))
+        return Payload(record, [self.arena[at : at + taken]])
+
+
+def _as_it_lies(extent: NewExtent) -> Payload:
+    """Stored raw and written from the operation log's memory: no copy."""
+    record = _record(extent, Codec.NONE, extent.size, checksum(*extent.pieces))
+    return Payload(record, extent.pieces)
+
+
+def _record(extent: NewExtent, used: Codec, stored: int, check: int) -> RecordHeader:
+    return RecordHeader(
+        RecordKind.DATA, used, extent.item_size, extent.session_id, extent.ino,
+        extent.extent_id, extent.offset, extent.size, stored, 0, check,
+    )  # fmt: skip
 
 
 def _gather(pieces: list[memoryview], out: memoryview) -> None:
@@ -161,60 +183,56 @@ def start_encoding(
 
 def place(batch: Batch, encoded: Encoded, ring: Ring, state: State) -> Placed:
     """Give a batch its frames. Raises RingFull."""
-    stored = state.placed(batch.sealed, encoded.records)
+    stored = state.placed(batch.sealed, [payload.record for payload in encoded.payloads])
     items = sorted([*batch.sealed.items, *state.inode_items(batch.sealed)])
-    frames = place_unit(ring, encoded.records, encoded.payload, items, batch.operation)
+    frames = place_unit(ring, encoded.payloads, items, batch.operation)
     extents = [extent_of(frame.header, record) for frame, group in frames for record in group]
     return Placed([frame for frame, _ in frames], extents, items, list(stored))
 
 
 def place_unit(
-    ring: Ring,
-    records: list[RecordHeader],
-    payload: memoryview,
-    items: list[Item],
-    operation: int,
+    ring: Ring, payloads: list[Payload], items: list[Item], operation: int
 ) -> list[tuple[PlacedFrame, list[RecordHeader]]]:
-    """The frames of one commit unit: records as far as a segment has room for them, in
+    """The frames of one commit unit: payloads as far as a segment has room for them, in
     order, and the items with the last. Raises RingFull."""
     frames: list[tuple[PlacedFrame, list[RecordHeader]]] = []
     chunks = _item_chunks(items, min(_ITEMS_CHUNK_MAX, ring.geometry.segment_size // 8))
-    at = 0
-    while records or chunks:
+    while payloads or chunks:
         room = min(ring.room, FRAME_SIZE_MAX)
-        group = _fitting(records, room)
-        length = sum(round_up(record.stored) for record in group)
-        records = records[len(group) :]
+        group = _fitting(payloads, room)
+        payloads = payloads[len(group) :]
+        length = sum(payload.size for payload in group)
         chunk = None
-        if not records and head_size(len(group), len(chunks[0])) + length <= room:
+        if not payloads and head_size(len(group), len(chunks[0])) + length <= room:
             chunk = chunks.pop(0)
         if not group and chunk is None:
             frames += [(link, []) for link in ring.advance(operation)]
             continue
-        _lay_out(group)
+        records = _lay_out(group)
         frame = ring.append(
-            group, payload[at : at + length], chunk or b"", operation=operation,
-            continues=bool(records or chunks),
+            records, [buffer for payload in group for buffer in payload.buffers], chunk or b"",
+            operation=operation, continues=bool(payloads or chunks),
         )  # fmt: skip
-        frames.append((frame, group))
-        at += length
+        frames.append((frame, records))
     return frames
 
 
-def _fitting(records: list[RecordHeader], room: int) -> list[RecordHeader]:
+def _fitting(payloads: list[Payload], room: int) -> list[Payload]:
     length = 0
-    for count, record in enumerate(records):
-        length += round_up(record.stored)
+    for count, payload in enumerate(payloads):
+        length += payload.size
         if head_size(count + 1, 0) + length > room:
-            return records[:count]
-    return records
+            return payloads[:count]
+    return payloads
 
 
-def _lay_out(group: list[RecordHeader]) -> None:
+def _lay_out(group: list[Payload]) -> list[RecordHeader]:
+    """The records, each with its payload's place behind the frame's head."""
     at = 0
-    for record in group:
-        record.payload = at
-        at += round_up(record.stored)
+    for payload in group:
+        payload.record.payload = at
+        at += payload.size
+    return [payload.record for payload in group]
 
 
 def _item_chunks(items: list[Item], limit: int) -> list[bytes]:

@@ -19,7 +19,9 @@ from pathlib import Path
 from kvfs.engine.buffer import BufferedOperation
 from kvfs.engine.buffers import copy
 from kvfs.engine.format import (
+    BLOCK,
     OPLOG_ALIGN,
+    OPLOG_ALIGNED_MIN,
     OPLOG_RECORD,
     OPLOG_RECORD_SIZE,
     FormatError,
@@ -84,21 +86,20 @@ class OperationLog:
         self, sequence: int, operation: bytes, data: bytes | bytearray | memoryview = b""
     ) -> memoryview:
         length = len(data)
-        size = OPLOG_RECORD_SIZE + len(operation) + length
+        worst = OPLOG_RECORD_SIZE + len(operation) + BLOCK + length
         chunk = self._used[-1] if self._used else None
-        if chunk is None or chunk.room < size:
-            chunk = self._next_chunk(sequence, size)
+        if chunk is None or chunk.room < worst:
+            chunk = self._next_chunk(sequence, worst)
         view, start = chunk.view, chunk.end
         body = start + OPLOG_RECORD_SIZE
-        data_start = body + len(operation)
+        operation_end = body + len(operation)
+        data_start = round_up(operation_end) if length >= OPLOG_ALIGNED_MIN else operation_end
         end = data_start + length
         kept = view[data_start:end]
         copy(memoryview(data), kept)
-        fields = OPLOG_RECORD.pack(len(operation), length, sequence) + operation
-        check = checksum(fields, kept) if length else checksum(fields)
-        view[start:data_start] = (
-            fields[: OPLOG_RECORD.size] + check.to_bytes(8, "little") + operation
-        )
+        lengths = OPLOG_RECORD.pack(len(operation), data_start - operation_end, length, sequence)
+        check = checksum(lengths + operation, kept).to_bytes(8, "little")
+        view[start:operation_end] = lengths + check + operation
         chunk.end = round_up(end, OPLOG_ALIGN)
         chunk.last = sequence
         return kept
@@ -122,12 +123,12 @@ class OperationLog:
         self._idle.clear()
         self.directory.rmdir()
 
-    @property
-    def room(self) -> int:
-        allowed = self.limit - CHUNK_SIZE * (len(self._used) + len(self._idle))
+    def has_room(self, size: int) -> bool:
+        if self._idle or (self._used and self._used[-1].room >= size + 2 * BLOCK):
+            return True
+        allowed = self.limit - CHUNK_SIZE * len(self._used)
         status = os.statvfs(self.directory)
-        unallocated = min(max(allowed, 0), status.f_bavail * status.f_frsize)
-        return len(self._idle) * CHUNK_SIZE + unallocated // CHUNK_SIZE * CHUNK_SIZE
+        return min(allowed, status.f_bavail * status.f_frsize) >= CHUNK_SIZE
 
     # -- chunks
 
@@ -192,18 +193,17 @@ def _records(chunk: _Chunk, first: int) -> Iterator[BufferedOperation]:
     view, expected = chunk.view, first
     while chunk.room >= OPLOG_RECORD_SIZE:
         start = chunk.end
-        operation_length, data_length, sequence = OPLOG_RECORD.unpack_from(view, start)
-        data_start = start + OPLOG_RECORD_SIZE + operation_length
+        lengths = bytes(view[start : start + OPLOG_RECORD.size])
+        operation_length, padding, data_length, sequence = OPLOG_RECORD.unpack(lengths)
+        body = start + OPLOG_RECORD_SIZE
+        data_start = body + operation_length + padding
         end = data_start + data_length
         if sequence != expected or end > len(view):
             return
-        fields = bytes(view[start : start + OPLOG_RECORD.size])
-        stored = int.from_bytes(
-            view[start + OPLOG_RECORD.size : start + OPLOG_RECORD_SIZE], "little"
-        )
-        operation = bytes(view[start + OPLOG_RECORD_SIZE : data_start])
+        stored = int.from_bytes(view[start + OPLOG_RECORD.size : body], "little")
+        operation = bytes(view[body : body + operation_length])
         data = view[data_start:end]
-        if checksum(fields + operation, data) != stored:
+        if checksum(lengths + operation, data) != stored:
             return
         yield BufferedOperation(sequence, operation, data)
         chunk.end = round_up(end, OPLOG_ALIGN)
