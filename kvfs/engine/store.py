@@ -248,6 +248,7 @@ class Store:
         replayed = journal.replay(self._device, ring, self._index, superblock)
         self._operation = self._sealed_operation = self._placed_operation = replayed.operation
         self.counters.replayed_frames = replayed.frames
+        self._state.inodes = self._index.inodes
         if replayed.damage:
             self.damage = f"{name} is damaged: {replayed.damage}; mounted read-only"
             self.read_only = True
@@ -374,10 +375,11 @@ class Store:
         return self._executor.has_room
 
     def space(self) -> Space:
-        usable = self._usable_segment()
-        total = max(0, self._superblock.segment_count - RESERVED_SEGMENTS) * usable
+        superblock = self._superblock
+        others = superblock.segment_count - RESERVED_SEGMENTS - 1
+        total = others * self._usable_segment() + superblock.segment_size - BLOCK
         free = max(0, self._space_left(frees=False) + self._reclaimable_bytes())
-        return Space(total, min(free, total), self._ring.liveness.live_bytes, self._index.inodes)
+        return Space(total, min(free, total), self._ring.liveness.live_bytes, self._state.inodes)
 
     @property
     def failure(self) -> str | None:

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.support.mounter import Mounter
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 ModelMaker = Callable[..., "PreTrainedModel"]
+
+
+@pytest.fixture(scope="session")
+def shared_mount(fuse: None) -> Iterator[Path]:
+    """One mount for all tests here, since mounting takes longer than most of them."""
+    mounter = Mounter()
+    try:
+        mounter.mount()
+        yield mounter.mountpoint
+    finally:
+        mounter.close()
+
+
+@pytest.fixture
+def kv_directory(shared_mount: Path) -> Path:
+    """A new directory on the mount, for the sessions of one test."""
+    return Path(tempfile.mkdtemp(dir=shared_mount))
 
 
 @pytest.fixture(autouse=True)

@@ -60,14 +60,14 @@ def test_logits_and_kv_are_bitwise_equal_over_turns_from_files(
     name: str,
     config: dict[str, int],
     dtype: torch.dtype,
-    kv_mount: Path,
+    kv_directory: Path,
     make_model: ModelMaker,
     prompt: Prompt,
 ) -> None:
     model = make_model(name, dtype=dtype, **config)
     # Full-length layers on both sides: a sliding layer drops K and V that files keep.
     reference = DynamicCache()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         for turn, length in enumerate(TURNS):
             ids = prompt(length, seed=turn)
             expected = run_turn(model, reference, ids)
@@ -80,11 +80,11 @@ def test_logits_and_kv_are_bitwise_equal_over_turns_from_files(
 
 @pytest.mark.usefixtures("small_slabs")
 def test_generate_gives_the_same_tokens_with_slabs_that_fill_and_grow(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     reference = DynamicCache(config=model.config)
     ours = theirs = torch.empty(1, 0, dtype=torch.long)
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         for turn, length in enumerate(TURNS):
             question = prompt(length, seed=turn)
             theirs = answer(model, reference, torch.cat([theirs, question], dim=1))
@@ -96,31 +96,33 @@ def test_generate_gives_the_same_tokens_with_slabs_that_fill_and_grow(
 
 
 def test_a_sliding_window_model_gives_the_tokens_of_its_own_cache(
-    kv_mount: Path, make_model: ModelMaker, prompt: Prompt
+    kv_directory: Path, make_model: ModelMaker, prompt: Prompt
 ) -> None:
     model = make_model("mistral", sliding_window=24)
     expected = answer(model, DynamicCache(config=model.config), prompt(40), new=30)
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         assert torch.equal(answer(model, cache, prompt(40), new=30), expected)
 
 
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-def test_the_older_keyword_works(kv_mount: Path, model: PreTrainedModel, prompt: Prompt) -> None:
+def test_the_older_keyword_works(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
     ids = prompt(20)
     expected = run_turn(model, DynamicCache(), ids)
-    with KVFSCache.open(kv_mount, "agent", model) as cache, torch.no_grad():
+    with KVFSCache.open(kv_directory, "agent", model) as cache, torch.no_grad():
         assert torch.equal(model(ids, past_key_values=cache).logits, expected)
         assert cache.tokens == ids[0].tolist()
 
 
 def test_chunked_prefill_and_prompt_lookup(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     ids = prompt(8).repeat(1, 6)
     options: list[dict[str, Any]] = [{"prefill_chunk_size": 7}, {"prompt_lookup_num_tokens": 4}]
     for option in options:
         expected = answer(model, DynamicCache(), ids, new=24, **option)
-        with KVFSCache.open(kv_mount, next(iter(option)), model) as cache:
+        with KVFSCache.open(kv_directory, next(iter(option)), model) as cache:
             assert torch.equal(answer(model, cache, ids, new=24, **option), expected)
             assert cache.tokens == expected[0, : cache.get_seq_length()].tolist()
 
@@ -128,10 +130,10 @@ def test_chunked_prefill_and_prompt_lookup(
 @pytest.mark.usefixtures("small_slabs")
 @pytest.mark.parametrize("released", [False, True])
 def test_crop_then_another_continuation(
-    released: bool, kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    released: bool, kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     reference = DynamicCache()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         for one in (reference, cache):
             run_turn(model, one, prompt(60))
         if released:
@@ -147,9 +149,9 @@ def test_crop_then_another_continuation(
 
 
 def test_crop_takes_minus_the_tokens_to_remove(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         run_turn(model, cache, prompt(10))
         cache.crop(0)
         assert cache.get_seq_length() == 10
@@ -160,9 +162,9 @@ def test_crop_takes_minus_the_tokens_to_remove(
         assert cache.tokens == []
 
 
-def test_reset_begins_anew(kv_mount: Path, model: PreTrainedModel, prompt: Prompt) -> None:
+def test_reset_begins_anew(kv_directory: Path, model: PreTrainedModel, prompt: Prompt) -> None:
     expected = run_turn(model, DynamicCache(), prompt(9))
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         run_turn(model, cache, prompt(30, seed=1))
         cache.sync()
         cache.reset()
@@ -170,10 +172,10 @@ def test_reset_begins_anew(kv_mount: Path, model: PreTrainedModel, prompt: Promp
 
 
 def test_inference_mode_and_gradients_may_alternate(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     reference = DynamicCache()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         for turn, mode in enumerate((torch.inference_mode, torch.enable_grad, torch.no_grad)):
             ids = prompt(11, seed=turn)
             expected = run_turn(model, reference, ids)
@@ -184,12 +186,12 @@ def test_inference_mode_and_gradients_may_alternate(
 
 
 def test_two_sessions_of_one_model_do_not_mix(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     references = [DynamicCache(), DynamicCache()]
     with (
-        KVFSCache.open(kv_mount, "agent-1", model) as first,
-        KVFSCache.open(kv_mount, "agent-2", model) as second,
+        KVFSCache.open(kv_directory, "agent-1", model) as first,
+        KVFSCache.open(kv_directory, "agent-2", model) as second,
     ):
         for turn in range(3):
             for agent, cache in enumerate((first, second)):
@@ -200,10 +202,10 @@ def test_two_sessions_of_one_model_do_not_mix(
 
 
 def test_single_layers_go_and_come_back(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     reference = DynamicCache()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         for one in (reference, cache):
             run_turn(model, one, prompt(20))
         for index in (0, 3, 7):
@@ -215,7 +217,7 @@ def test_single_layers_go_and_come_back(
 
 
 def test_the_next_layer_is_read_while_this_one_computes(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, readers = SessionFile.stream, {}
 
@@ -223,7 +225,7 @@ def test_the_next_layer_is_read_while_this_one_computes(
         readers[self.path.name] = threading.current_thread()
         return real(self, memory, nbytes)
 
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         run_turn(model, cache, prompt(20))
         cache.release()
         monkeypatch.setattr(SessionFile, "stream", noted)

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvfs.torch import KVFSCache
 from kvfs.torch.files import SessionFile
+from tests.support.mounter import Mounter
 
 Prompt = Callable[..., torch.Tensor]
 ROW_BYTES = 2 * 2 * 16 * 4
@@ -52,18 +54,18 @@ def break_layer(model: PreTrainedModel, index: int) -> Any:
 
 @pytest.mark.parametrize("cut", ["layer.005", "tokens"])
 def test_open_crops_to_the_shortest_file(
-    cut: str, kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    cut: str, kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     ids = prompt(40)
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, ids[:, :20])
         cache.end_round()
         fill(model, cache, ids[:, 20:])
         cache.end_round()
-    session = kv_mount / "agent"
+    session = kv_directory / "agent"
     width = 4 if cut == "tokens" else ROW_BYTES
     os.truncate(session / cut, 30 * width - 3)
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         assert cache.tokens == ids[0, :29].tolist()
         assert cache.rounds == [20]
         assert sizes(session) == [29 * ROW_BYTES] * 8
@@ -77,20 +79,20 @@ def test_open_crops_to_the_shortest_file(
 
 
 def test_a_missing_layer_is_an_empty_session(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, prompt(10))
-    (kv_mount / "agent" / "layer.002").unlink()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    (kv_directory / "agent" / "layer.002").unlink()
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         assert cache.get_seq_length() == 0
         assert sizes(cache.path) == [0] * 8
 
 
 def test_after_release_the_kv_comes_from_the_files(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, prompt(10))
         cache.release()
         assert all(layer.keys is None for layer in cache.layers)
@@ -104,9 +106,9 @@ def test_after_release_the_kv_comes_from_the_files(
 
 
 def test_a_file_that_lost_its_end_is_an_error_with_its_name(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, prompt(10))
         cache.release()
         os.truncate(cache.path / "layer.006", 9 * ROW_BYTES)
@@ -119,10 +121,10 @@ def test_a_file_that_lost_its_end_is_an_error_with_its_name(
 @pytest.mark.usefixtures("small_slabs")
 @pytest.mark.parametrize("released", [False, True])
 def test_a_forward_that_fails_leaves_no_trace(
-    released: bool, kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    released: bool, kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     reference = DynamicCache()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         for one in (reference, cache):
             fill(model, one, prompt(30))
         if released:
@@ -141,7 +143,7 @@ def test_a_forward_that_fails_leaves_no_trace(
 
 @pytest.mark.usefixtures("small_slabs")
 def test_a_write_that_fails_is_raised_and_can_be_tried_again(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = SessionFile.append
 
@@ -152,7 +154,7 @@ def test_a_write_that_fails_is_raised_and_can_be_tried_again(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     reference = DynamicCache()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         for one in (reference, cache):
             fill(model, one, prompt(10))
         monkeypatch.setattr(SessionFile, "append", half)
@@ -170,7 +172,7 @@ def test_a_write_that_fails_is_raised_and_can_be_tried_again(
 
 
 def test_a_cut_that_fails_is_made_before_the_next_write(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = SessionFile.truncate
 
@@ -179,7 +181,7 @@ def test_a_cut_that_fails_is_made_before_the_next_write(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path))
         real(self, nbytes)
 
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, prompt(10))
         cache.sync()
         monkeypatch.setattr(SessionFile, "truncate", fail)
@@ -194,7 +196,7 @@ def test_a_cut_that_fails_is_made_before_the_next_write(
 
 
 def test_a_crop_waits_for_a_read_that_runs(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, started = SessionFile.stream, threading.Event()
 
@@ -204,7 +206,7 @@ def test_a_crop_waits_for_a_read_that_runs(
         return real(self, memory, nbytes)
 
     reference = DynamicCache()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         for one in (reference, cache):
             fill(model, one, prompt(30))
         cache.release()
@@ -219,9 +221,9 @@ def test_a_crop_waits_for_a_read_that_runs(
 
 @pytest.mark.usefixtures("small_slabs")
 def test_full_slabs_are_in_the_files_before_any_sync(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, prompt(40))
         fill(model, cache, prompt(3, seed=1))
         assert sizes(cache.path) == [40 * ROW_BYTES] * 8
@@ -229,30 +231,55 @@ def test_full_slabs_are_in_the_files_before_any_sync(
 
 
 def test_close_lets_go_even_if_it_cannot_write(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: SessionFile, memory: memoryview, offset: int) -> None:
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(self.path))
 
-    cache = KVFSCache.open(kv_mount, "agent", model)
+    cache = KVFSCache.open(kv_directory, "agent", model)
     fill(model, cache, prompt(10))
     with monkeypatch.context() as patched:
         patched.setattr(SessionFile, "append", fail)
         with pytest.raises(OSError, match=r"layer\.000"):
             cache.close()
-    with KVFSCache.open(kv_mount, "agent", model) as again:
+    with KVFSCache.open(kv_directory, "agent", model) as again:
         assert again.get_seq_length() == 0
 
 
 def test_an_error_inside_the_with_block_is_the_one_that_is_seen(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: SessionFile, memory: memoryview, offset: int) -> None:
         raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(self.path))
 
-    cache = KVFSCache.open(kv_mount, "agent", model)
+    cache = KVFSCache.open(kv_directory, "agent", model)
     fill(model, cache, prompt(10))
     monkeypatch.setattr(SessionFile, "append", fail)
     break_layer(model, 5)
     with pytest.raises(Broken), cache:
         fill(model, cache, prompt(10))
+
+
+def test_a_dead_daemon_is_an_error_and_the_next_mount_has_what_was_written(
+    mounter: Mounter, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    reference = DynamicCache()
+    mounter.mount()
+    cache = KVFSCache.open(mounter.mountpoint, "agent", model)
+    for one in (reference, cache):
+        fill(model, one, prompt(40))
+    cache.release()
+    mounter.kill()
+    with pytest.raises(OSError, match=r"layer\.000") as failed:
+        fill(model, cache, prompt(5, seed=1))
+    assert failed.value.errno == errno.ENOTCONN
+
+    mounter.mount()
+    with pytest.raises(OSError, match="agent/tokens"):
+        cache.sync()
+    with suppress(OSError):
+        cache.close()
+    with KVFSCache.open(mounter.mountpoint, "agent", model) as resumed:
+        assert resumed.tokens == prompt(40)[0].tolist()
+        ids = prompt(5, seed=1)
+        assert torch.equal(fill(model, resumed, ids), fill(model, reference, ids))

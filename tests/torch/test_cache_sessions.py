@@ -50,19 +50,19 @@ def fill(model: PreTrainedModel, cache: object, ids: torch.Tensor) -> torch.Tens
 
 
 def test_resume_in_a_new_process(
-    kv_mount: Path, tmp_path: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, tmp_path: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     model.save_pretrained(tmp_path)
     saved = type(model).from_pretrained(tmp_path)
     ids = prompt(50)
-    with KVFSCache.open(kv_mount, "agent", saved) as cache:
+    with KVFSCache.open(kv_directory, "agent", saved) as cache:
         fill(saved, cache, ids)
     longer = torch.cat([ids, torch.tensor([[7, 8, 9]])], dim=1)
     expected = model.generate(  # type: ignore[operator]
         longer, cache=DynamicCache(), max_new_tokens=8, do_sample=False
     )
     resumed = subprocess.run(
-        [sys.executable, "-c", RESUME, str(kv_mount), str(tmp_path)],
+        [sys.executable, "-c", RESUME, str(kv_directory), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -71,15 +71,17 @@ def test_resume_in_a_new_process(
     assert json.loads(resumed.stdout) == expected[0].tolist()
 
 
-def test_what_a_session_looks_like(kv_mount: Path, model: PreTrainedModel, prompt: Prompt) -> None:
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+def test_what_a_session_looks_like(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, prompt(10))
         cache.end_round()
         fill(model, cache, prompt(5, seed=1))
         cache.end_round()
         cache.end_round()
         cache.sync()
-    session = kv_mount / "agent"
+    session = kv_directory / "agent"
     assert stat.S_IMODE(session.stat().st_mode) == 0o700
     assert sorted(os.listdir(session)) == [
         *(f"layer.{index:03d}" for index in range(8)),
@@ -98,26 +100,26 @@ def test_what_a_session_looks_like(kv_mount: Path, model: PreTrainedModel, promp
 
 
 def test_the_files_hold_token_major_rows(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     reference = DynamicCache()
     ids = prompt(10)
     fill(model, reference, ids)
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, ids)
-    stored = (kv_mount / "agent" / "layer.003").read_bytes()
+    stored = (kv_directory / "agent" / "layer.003").read_bytes()
     rows = torch.frombuffer(bytearray(stored), dtype=torch.float32).view(10, 2, 2, 16)
     layer: Any = reference.layers[3]
     assert torch.equal(rows[:, 0], layer.keys[0].transpose(0, 1))
     assert torch.equal(rows[:, 1], layer.values[0].transpose(0, 1))
-    tokens = (kv_mount / "agent" / "tokens").read_bytes()
+    tokens = (kv_directory / "agent" / "tokens").read_bytes()
     assert torch.frombuffer(bytearray(tokens), dtype=torch.int32).tolist() == ids[0].tolist()
 
 
-def test_xattrs_name_model_type_and_shape(kv_mount: Path, model: PreTrainedModel) -> None:
-    with KVFSCache.open(kv_mount, "agent", model):
+def test_xattrs_name_model_type_and_shape(kv_directory: Path, model: PreTrainedModel) -> None:
+    with KVFSCache.open(kv_directory, "agent", model):
         pass
-    session = kv_mount / "agent"
+    session = kv_directory / "agent"
     fingerprint = os.getxattr(session, "user.kvfs.model").decode()
     assert fingerprint.startswith("LlamaForCausalLM llama 8x2x16 float32 NHD #")
     assert os.getxattr(session / "layer.007", "user.kvfs.dtype") == b"float32"
@@ -125,13 +127,13 @@ def test_xattrs_name_model_type_and_shape(kv_mount: Path, model: PreTrainedModel
 
 
 def test_resume_keeps_tokens_and_rounds(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     ids = prompt(20)
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, ids)
         cache.end_round()
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         assert cache.tokens == ids[0].tolist()
         assert cache.rounds == [20]
         assert cache.get_seq_length() == 20
@@ -139,12 +141,12 @@ def test_resume_keeps_tokens_and_rounds(
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_rewind_crops_to_the_common_prefix(
-    stored: bool, kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    stored: bool, kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     ids = prompt(30)
     other = torch.cat([ids[:, :18], prompt(9, seed=4)], dim=1)
     other[0, 18] = (ids[0, 18] % 255) + 1
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, ids[:, :12])
         cache.end_round()
         fill(model, cache, ids[:, 12:])
@@ -160,10 +162,10 @@ def test_rewind_crops_to_the_common_prefix(
 
 
 def test_rewind_leaves_one_token_to_compute(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     ids = prompt(30)
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         fill(model, cache, ids)
         assert cache.rewind_to(ids[0].tolist()) == 29
         assert cache.rewind_to(ids[:, :10]) == 9
@@ -172,41 +174,41 @@ def test_rewind_leaves_one_token_to_compute(
 
 
 def test_another_model_is_refused_with_both_named(
-    kv_mount: Path, make_model: ModelMaker, model: PreTrainedModel
+    kv_directory: Path, make_model: ModelMaker, model: PreTrainedModel
 ) -> None:
-    KVFSCache.open(kv_mount, "agent", model).close()
+    KVFSCache.open(kv_directory, "agent", model).close()
     with pytest.raises(FingerprintError) as refused:
-        KVFSCache.open(kv_mount, "agent", make_model("qwen2", dtype=torch.bfloat16))
+        KVFSCache.open(kv_directory, "agent", make_model("qwen2", dtype=torch.bfloat16))
     assert "LlamaForCausalLM llama 8x2x16 float32" in str(refused.value)
     assert "Qwen2ForCausalLM qwen2 8x2x16 bfloat16" in str(refused.value)
     assert "dtype" in str(refused.value)
-    KVFSCache.open(kv_mount, "agent", model).close()
+    KVFSCache.open(kv_directory, "agent", model).close()
 
 
 def test_other_weights_of_the_same_shape_are_refused(
-    kv_mount: Path, make_model: ModelMaker, model: PreTrainedModel
+    kv_directory: Path, make_model: ModelMaker, model: PreTrainedModel
 ) -> None:
-    KVFSCache.open(kv_mount, "agent", model).close()
+    KVFSCache.open(kv_directory, "agent", model).close()
     with pytest.raises(FingerprintError, match="differ in weights:"):
-        KVFSCache.open(kv_mount, "agent", make_model(seed=1))
+        KVFSCache.open(kv_directory, "agent", make_model(seed=1))
 
 
 def test_other_rope_parameters_are_refused(
-    kv_mount: Path, make_model: ModelMaker, model: PreTrainedModel
+    kv_directory: Path, make_model: ModelMaker, model: PreTrainedModel
 ) -> None:
-    KVFSCache.open(kv_mount, "agent", model).close()
+    KVFSCache.open(kv_directory, "agent", model).close()
     rope = {"rope_type": "default", "rope_theta": 500000.0}
     with pytest.raises(FingerprintError, match="differ in rope:"):
-        KVFSCache.open(kv_mount, "agent", make_model(rope_parameters=rope))
+        KVFSCache.open(kv_directory, "agent", make_model(rope_parameters=rope))
 
 
-def test_a_session_has_one_opener(kv_mount: Path, model: PreTrainedModel) -> None:
+def test_a_session_has_one_opener(kv_directory: Path, model: PreTrainedModel) -> None:
     with (
-        KVFSCache.open(kv_mount, "agent", model),
+        KVFSCache.open(kv_directory, "agent", model),
         pytest.raises(SessionBusyError, match="is open in another"),
     ):
-        KVFSCache.open(kv_mount, "agent", model)
-    KVFSCache.open(kv_mount, "agent", model).close()
+        KVFSCache.open(kv_directory, "agent", model)
+    KVFSCache.open(kv_directory, "agent", model).close()
 
 
 def test_a_path_that_is_not_on_kvfs_is_refused(tmp_path: Path, model: PreTrainedModel) -> None:
@@ -216,44 +218,44 @@ def test_a_path_that_is_not_on_kvfs_is_refused(tmp_path: Path, model: PreTrained
 
 
 def test_a_directory_with_other_content_is_left_alone(
-    kv_mount: Path, model: PreTrainedModel
+    kv_directory: Path, model: PreTrainedModel
 ) -> None:
-    (kv_mount / "photos").mkdir()
-    (kv_mount / "photos" / "cat.jpg").write_bytes(b"cat")
+    (kv_directory / "photos").mkdir()
+    (kv_directory / "photos" / "cat.jpg").write_bytes(b"cat")
     with pytest.raises(NotASessionError, match=r"cat\.jpg"):
-        KVFSCache.open(kv_mount, "photos", model)
-    assert os.listdir(kv_mount / "photos") == ["cat.jpg"]
+        KVFSCache.open(kv_directory, "photos", model)
+    assert os.listdir(kv_directory / "photos") == ["cat.jpg"]
 
 
 def test_a_session_json_that_cannot_be_read_is_named(
-    kv_mount: Path, model: PreTrainedModel
+    kv_directory: Path, model: PreTrainedModel
 ) -> None:
-    KVFSCache.open(kv_mount, "agent", model).close()
-    (kv_mount / "agent" / "session.json").write_text('{"version": 99}')
+    KVFSCache.open(kv_directory, "agent", model).close()
+    (kv_directory / "agent" / "session.json").write_text('{"version": 99}')
     with pytest.raises(NotASessionError, match=r"session\.json cannot be read"):
-        KVFSCache.open(kv_mount, "agent", model)
+        KVFSCache.open(kv_directory, "agent", model)
 
 
 def test_what_a_crash_while_creating_leaves_is_taken_over(
-    kv_mount: Path, model: PreTrainedModel
+    kv_directory: Path, model: PreTrainedModel
 ) -> None:
-    (kv_mount / "agent").mkdir()
-    (kv_mount / "agent" / ".session.json.tmp").write_text("{")
-    KVFSCache.open(kv_mount, "agent", model).close()
-    assert ".session.json.tmp" not in os.listdir(kv_mount / "agent")
+    (kv_directory / "agent").mkdir()
+    (kv_directory / "agent" / ".session.json.tmp").write_text("{")
+    KVFSCache.open(kv_directory, "agent", model).close()
+    assert ".session.json.tmp" not in os.listdir(kv_directory / "agent")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", ".kvfs", "a/b"])
-def test_names_that_cannot_be_used(name: str, kv_mount: Path, model: PreTrainedModel) -> None:
+def test_names_that_cannot_be_used(name: str, kv_directory: Path, model: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="cannot name a session"):
-        KVFSCache.open(kv_mount, name, model)
+        KVFSCache.open(kv_directory, name, model)
 
 
 def test_batches_and_beams_are_refused_and_leave_no_trace(
-    kv_mount: Path, model: PreTrainedModel, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
     ids = prompt(6)
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         with pytest.raises(ValueError, match="one sequence, not a batch of 2"):
             fill(model, cache, ids.repeat(2, 1))
         with pytest.raises(ValueError, match="one sequence"):
@@ -265,16 +267,18 @@ def test_batches_and_beams_are_refused_and_leave_no_trace(
 
 
 def test_a_model_that_was_not_opened_with_the_session_is_refused(
-    kv_mount: Path, model: PreTrainedModel, make_model: ModelMaker, prompt: Prompt
+    kv_directory: Path, model: PreTrainedModel, make_model: ModelMaker, prompt: Prompt
 ) -> None:
-    with KVFSCache.open(kv_mount, "agent", model) as cache:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
         with pytest.raises(RuntimeError, match="not the one"):
             fill(make_model(), cache, prompt(4))
         assert cache.tokens == []
 
 
-def test_a_closed_cache_is_refused(kv_mount: Path, model: PreTrainedModel, prompt: Prompt) -> None:
-    cache = KVFSCache.open(kv_mount, "agent", model)
+def test_a_closed_cache_is_refused(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    cache = KVFSCache.open(kv_directory, "agent", model)
     fill(model, cache, prompt(4))
     cache.close()
     cache.close()

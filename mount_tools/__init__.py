@@ -1,0 +1,1 @@
+"""The `kvfs` command: one module a verb."""

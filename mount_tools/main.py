@@ -1,0 +1,65 @@
+"""The `kvfs` command."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+import kvfs
+from kvfs.engine.device import DeviceError
+from mount_tools import ls, mkfs, mount, stat, umount
+from mount_tools.common import CommandError, describe_os_error, warn
+
+app = typer.Typer(
+    name="kvfs",
+    help="The KV cache of language-model agents as files: format, mount, look.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.command()(mkfs.mkfs)
+app.command()(mount.mount)
+app.command()(umount.umount)
+app.command()(ls.ls)
+app.command()(stat.stat)
+
+# What typer raises for a wrong command line; which module it lives in depends on its version.
+_UsageError = typer.BadParameter.__bases__[0]
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"kvfs {kvfs.__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main() -> None:
+    # Names of files may hold bytes that no encoding has a character for.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    sys.exit(_run())
+
+
+def _run() -> int:
+    """The exit status: 0, 1 for what cannot be done, 2 for a wrong command line."""
+    try:
+        return int(app(standalone_mode=False) or 0)
+    except _UsageError as failure:
+        warn(f"{failure.format_message()} (see kvfs --help)")
+        return 2
+    except (CommandError, DeviceError) as failure:
+        warn(str(failure))
+    except OSError as failure:
+        warn(describe_os_error(failure))
+    except (KeyboardInterrupt, typer.Abort):
+        warn("interrupted")
+    return 1

@@ -1,0 +1,265 @@
+"""`kvfs mount`: put a ring in the tree, in the background or for a supervisor."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvfs.engine.device import DeviceError, FileDevice
+from kvfs.mount.mounts import find_mount
+from mount_tools.common import (
+    CommandError,
+    describe_os_error,
+    format_size,
+    parse_size,
+    warn,
+)
+from mount_tools.daemonize import LOG_FORMAT, run_in_background
+from mount_tools.mountpoints import State, Stats, canonical, detach, read_stats, state_of
+
+if TYPE_CHECKING:
+    from kvfs.mount.daemon import MountConfig
+
+_OPTIONS = ("ro", "rw", "allow_other")
+_FUSE_CONFIG = Path("/etc/fuse.conf")
+_SYSTEM_LOGS = Path("/var/log/kvfs")
+
+
+def mount(
+    mountpoint: Annotated[Path, typer.Argument(metavar="MNT", help="An empty directory.")],
+    device: Annotated[Path, typer.Argument(metavar="DEV", help="Block device or image file.")],
+    warm_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="A tmpfs: keeps what the ring lacks yet.")
+    ] = Path("/dev/shm"),
+    warm: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Memory for that, at most. [default: half of what the tmpfs has free]",
+            show_default=False,
+        ),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The daemon's log. [default: under /var/log/kvfs, or ~/.local/state/kvfs]",
+            show_default=False,
+        ),
+    ] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay, and log to stderr (for systemd).")
+    ] = False,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("-o", metavar="OPTION,...", help=f"Of {', '.join(_OPTIONS)}."),
+    ] = None,
+    deadline: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="A request is answered within this.")
+    ] = 30,
+    checkpoint: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1, help="Time between checkpoints.")
+    ] = 300,
+) -> None:
+    """Mount a formatted device or image file. Returns when the mount answers.
+
+    \b
+    Examples:
+      kvfs mount /mnt/kv /dev/nvme1n1
+      kvfs mount /mnt/kv ring.img --warm 8G --log kvfs.log
+      kvfs mount /mnt/kv ring.img -o ro --foreground
+    """
+    chosen = _parse_options(options or [])
+    # The daemon's directory is another one: relative paths end here.
+    mountpoint, device, warm_dir = canonical(mountpoint), device.resolve(), warm_dir.resolve()
+    _check_system(allow_other="allow_other" in chosen)
+    _check_warm_directory(warm_dir)
+    _clear_if_dead(mountpoint)
+    _check_mountpoint(mountpoint)
+    _check_device(device)
+
+    def make_config() -> MountConfig:
+        from kvfs.engine.store import StoreOptions
+        from kvfs.mount.daemon import MountConfig
+
+        return MountConfig(
+            mountpoint=mountpoint,
+            source=device,
+            warm_directory=warm_dir,
+            warm_size=warm,
+            read_only="ro" in chosen,
+            allow_other="allow_other" in chosen,
+            deadline_seconds=deadline,
+            store=StoreOptions(checkpoint_seconds=checkpoint),
+        )
+
+    if foreground:
+        _serve_in_foreground(make_config)
+        return
+    log = (log or _default_log(mountpoint)).absolute()
+    run_in_background(lambda ready: _serve(make_config, ready), lambda f: _explain(f, log), log)
+    _report(mountpoint, read_stats(mountpoint), log)
+
+
+# -- checks
+
+
+def _parse_options(options: list[str]) -> set[str]:
+    chosen = {word for option in options for word in option.split(",") if word}
+    for word in sorted(chosen.difference(_OPTIONS)):
+        raise typer.BadParameter(f"-o {word} is not known; known are {', '.join(_OPTIONS)}")
+    return chosen
+
+
+def _check_system(*, allow_other: bool) -> None:
+    if not os.path.exists("/dev/fuse"):
+        raise CommandError(
+            "/dev/fuse is missing: load the kernel's module (modprobe fuse), or give the "
+            "container the device and CAP_SYS_ADMIN"
+        )
+    if shutil.which("fusermount3") is None:
+        raise CommandError("fusermount3 is missing; install the package fuse3")
+    if allow_other and os.geteuid() != 0 and not _others_may_be_allowed():
+        raise CommandError(
+            f"-o allow_other needs root, or a line user_allow_other in {_FUSE_CONFIG}"
+        )
+
+
+def _others_may_be_allowed() -> bool:
+    try:
+        lines = _FUSE_CONFIG.read_text().splitlines()
+    except OSError:
+        return False
+    return "user_allow_other" in map(str.strip, lines)
+
+
+def _check_warm_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise CommandError(f"--warm-dir {directory} is not a directory")
+
+
+def _clear_if_dead(mountpoint: Path) -> None:
+    mounted = find_mount(mountpoint)
+    if mounted is None:
+        return
+    match state_of(mountpoint):
+        case State.ALIVE:
+            raise CommandError(
+                f"{mountpoint} has {mounted.source} mounted already; "
+                f"unmount it first with: kvfs umount {mountpoint}"
+            )
+        case State.HUNG:
+            raise CommandError(
+                f"{mountpoint} has {mounted.source} mounted, which does not answer; "
+                f"detach it with: kvfs umount --force {mountpoint}"
+            )
+        case State.DEAD:
+            failure = detach(mountpoint, lazy=True)
+            if failure:
+                raise CommandError(f"the dead mount on {mountpoint} cannot be cleared: {failure}")
+            print(f"cleared {mountpoint}: the daemon of its last mount had ended")
+
+
+def _check_mountpoint(mountpoint: Path) -> None:
+    try:
+        mode = mountpoint.stat().st_mode
+        if not stat.S_ISDIR(mode):
+            raise CommandError(
+                f"{mountpoint} is not a directory; the mountpoint comes first: kvfs mount MNT DEV"
+            )
+        entries = os.listdir(mountpoint)
+    except FileNotFoundError:
+        raise CommandError(
+            f"{mountpoint} does not exist; make it with: mkdir -p {mountpoint}"
+        ) from None
+    except OSError as failure:
+        raise CommandError(describe_os_error(failure)) from None
+    if entries:
+        raise CommandError(f"{mountpoint} is not empty; choose an empty directory")
+
+
+def _check_device(device: Path) -> None:
+    """What can be said early is said here; the daemon opens it again and keeps it."""
+    FileDevice(device, read_only=True).close()
+
+
+# -- the daemon
+
+
+def _serve(make_config: Callable[[], MountConfig], ready: Callable[[], None]) -> None:
+    # Imported in the daemon alone: libraries behind it start threads, which no fork survives.
+    from kvfs.mount.daemon import serve
+
+    serve(make_config(), ready)
+
+
+def _serve_in_foreground(make_config: Callable[[], MountConfig]) -> None:
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+
+    def ready() -> None:
+        _notify_supervisor()
+        logging.info("mounted")
+
+    try:
+        _serve(make_config, ready)
+    except Exception as failure:
+        raise CommandError(_explain(failure, None)) from failure
+
+
+def _notify_supervisor() -> None:
+    """systemd's READY=1, where it asked for it."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if address:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+            notify.sendto(b"READY=1", address.replace("@", "\0", 1))
+
+
+def _explain(failure: BaseException, log: Path | None) -> str:
+    """The one line that a user sees."""
+    # trio gives groups of exceptions, which have no name in Python 3.10.
+    while members := getattr(failure, "exceptions", None):
+        failure = members[0]
+    where = f"; see {log}" if log else ""
+    match failure:
+        case DeviceError() | CommandError():
+            return str(failure)
+        case ModuleNotFoundError(name="pyfuse3" | "trio"):
+            return "pyfuse3 is not installed; install it with: pip install 'kvfs[mount]'"
+        case OSError():
+            return describe_os_error(failure) + where
+    return f"{failure}{where}"
+
+
+# -- what the user is told
+
+
+def _default_log(mountpoint: Path) -> Path:
+    name = "-".join(mountpoint.parts[1:]) or "root"
+    if os.geteuid() == 0:
+        return _SYSTEM_LOGS / f"{name}.log"
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "kvfs" / f"{name}.log"
+
+
+def _report(mountpoint: Path, stats: Stats, log: Path) -> None:
+    if stats.recovered_operations:
+        print(
+            f"recovered {stats.recovered_operations} operations that the last daemon had "
+            "answered and not written"
+        )
+    if stats.damage:
+        warn(stats.damage)
+    mode = " read-only" if stats.read_only else ""
+    print(
+        f"mounted {stats.source} on {mountpoint}{mode}: {format_size(stats.total)}, "
+        f"{format_size(stats.free)} free; log {log}"
+    )

@@ -1,0 +1,158 @@
+"""Sessions as ordinary files show them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvfs.mount.mounts import Mount, containing_mount
+from mount_tools.common import CommandError, warn
+from mount_tools.mountpoints import State, state_of
+
+_DIRECTORIES_MAX = 100_000
+_TOKEN_BYTES = 4
+_LAYER_PREFIX = "layer."
+_BLOCK_UNIT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a session. `stored` is what it takes on the device."""
+
+    name: str
+    size: int
+    stored: int
+    last_use: float
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A directory with a KV cache. `tokens` and `model` are None where nothing says so."""
+
+    path: Path
+    name: str
+    tokens: int | None
+    layers: int
+    size: int
+    stored: int
+    last_use: float
+    model: str | None
+    files: list[File]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "path": str(self.path), "ratio": ratio(self.size, self.stored)}
+
+
+def locate(path: Path) -> tuple[Mount, Path]:
+    """The KVFS that a path lies on, which answers, and the path without symlinks."""
+    # As it is written first: that touches nothing, should the mount be dead or hang.
+    mount = containing_mount(path)
+    _require_answer(mount)
+    resolved = Path(os.path.realpath(path))
+    mount = containing_mount(resolved)
+    _require_answer(mount)
+    if not resolved.exists():
+        raise CommandError(f"{path} does not exist")
+    if mount is None:
+        raise CommandError(f"{path} is not on KVFS; mount one with: kvfs mount MNT DEV")
+    return mount, resolved
+
+
+def find_sessions(top: Path) -> Iterator[Session]:
+    """All sessions in and below a directory. A bounded walk."""
+    waiting = [top]
+    for _ in range(_DIRECTORIES_MAX):
+        if not waiting:
+            return
+        directory = waiting.pop()
+        try:
+            session = read_session(directory, str(directory.relative_to(top)))
+            waiting += _directories_in(directory)
+        except (FileNotFoundError, PermissionError):
+            # Removed meanwhile, or another user's.
+            continue
+        if session is not None:
+            yield session
+    warn(f"{top}: only the first {_DIRECTORIES_MAX} directories were looked at")
+
+
+def read_session(directory: Path, name: str) -> Session | None:
+    """None if the directory holds no session."""
+    if not _is_session(directory):
+        return None
+    files = sorted(_files_in(directory), key=lambda file: file.name)
+    by_name = {file.name: file for file in files}
+    return Session(
+        path=directory,
+        name=name if name != "." else directory.name,
+        tokens=by_name["tokens"].size // _TOKEN_BYTES if "tokens" in by_name else None,
+        layers=sum(file.name.startswith(_LAYER_PREFIX) for file in files),
+        size=sum(file.size for file in files),
+        stored=sum(file.stored for file in files),
+        last_use=max((file.last_use for file in files), default=0),
+        model=read_xattr(directory, "model"),
+        files=files,
+    )
+
+
+def read_xattr(path: Path, name: str) -> str | None:
+    """`user.kvfs.NAME`, None where it is not set."""
+    try:
+        return os.getxattr(path, f"user.kvfs.{name}").decode()
+    except OSError as failure:
+        if failure.errno == errno.ENODATA:
+            return None
+        raise
+
+
+def stored_bytes(status: os.stat_result) -> int:
+    return status.st_blocks * _BLOCK_UNIT
+
+
+def ratio(size: int, stored: int) -> float | None:
+    """None while nothing is stored."""
+    return round(size / stored, 3) if stored else None
+
+
+def _require_answer(mount: Mount | None) -> None:
+    if mount is None:
+        return
+    match state_of(mount.mountpoint):
+        case State.DEAD:
+            raise CommandError(
+                f"{mount.mountpoint}: its daemon has ended; mount it again with: "
+                f"kvfs mount {mount.mountpoint} {mount.source}"
+            )
+        case State.HUNG:
+            raise CommandError(
+                f"{mount.mountpoint} does not answer; detach it with: "
+                f"kvfs umount --force {mount.mountpoint}"
+            )
+
+
+def _is_session(directory: Path) -> bool:
+    """By the names alone: a directory of other files may be long."""
+    with os.scandir(directory) as entries:
+        return any(
+            entry.name == "session.json" or entry.name.startswith(_LAYER_PREFIX)
+            for entry in entries
+        )
+
+
+def _files_in(directory: Path) -> Iterator[File]:
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                used = max(status.st_atime, status.st_mtime)
+                yield File(entry.name, status.st_size, stored_bytes(status), used)
+
+
+def _directories_in(directory: Path) -> list[Path]:
+    with os.scandir(directory) as entries:
+        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]

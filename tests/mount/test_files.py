@@ -1,0 +1,236 @@
+"""The mount's contract for file data, on a real mount."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.mounter import Mounter
+
+MIB = 1024 * 1024
+
+
+def aligned(data: bytes) -> memoryview:
+    buffer = mmap.mmap(-1, len(data))
+    buffer[:] = data
+    return memoryview(buffer)
+
+
+def drop_caches() -> None:
+    """So that what is read comes from the daemon. Needs root; elsewhere it is a no-op."""
+    if os.geteuid() == 0:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def reopened(mounter: Mounter) -> Path:
+    """Unmount and mount: everything then comes from the ring."""
+    mounter.umount()
+    mounter.mount()
+    return mounter.mountpoint
+
+
+def test_bytes_come_back_from_the_page_cache_the_daemon_and_the_ring(
+    mounter: Mounter, kv_mount: Path
+) -> None:
+    data = random.Random(1).randbytes(5 * MIB + 123)
+    (kv_mount / "layer.000").write_bytes(data)
+    assert (kv_mount / "layer.000").read_bytes() == data
+    drop_caches()
+    assert (kv_mount / "layer.000").read_bytes() == data
+    assert (reopened(mounter) / "layer.000").read_bytes() == data
+
+
+def test_a_direct_open_reads_and_writes_whole_and_unaligned(kv_mount: Path) -> None:
+    data = random.Random(2).randbytes(8 * MIB)
+    fd = os.open(kv_mount / "f", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    assert os.write(fd, aligned(data)) == len(data)
+    buffer = mmap.mmap(-1, len(data))
+    assert os.preadv(fd, [buffer], 0) == len(data)
+    assert buffer[:] == data
+    assert os.pread(fd, 1000, 12345) == data[12345:13345]
+    assert os.pwrite(fd, b"x" * 777, 3 * MIB + 5) == 777
+    assert os.pread(fd, 779, 3 * MIB + 4) == data[3 * MIB + 4 :][:1] + b"x" * 777 + data[
+        3 * MIB + 782 :
+    ][:1]
+    os.close(fd)
+
+
+def test_direct_can_be_switched_on_after_open(kv_mount: Path) -> None:
+    data = random.Random(3).randbytes(2 * MIB)
+    fd = os.open(kv_mount / "f", os.O_RDWR | os.O_CREAT)
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
+    assert os.write(fd, aligned(data)) == len(data)
+    assert os.preadv(fd, [mmap.mmap(-1, 2 * MIB)], 0) == 2 * MIB
+    os.close(fd)
+    assert (kv_mount / "f").read_bytes() == data
+
+
+def test_a_write_past_the_page_cache_is_seen_by_buffered_readers(kv_mount: Path) -> None:
+    path = kv_mount / "f"
+    path.write_bytes(b"old " * MIB)
+    with path.open("rb") as open_before:
+        assert open_before.read(4) == b"old "
+        fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        os.write(fd, aligned(b"new " * MIB))
+        os.close(fd)
+        assert path.read_bytes() == b"new " * MIB
+
+
+def test_append_goes_to_the_end_whatever_the_position(kv_mount: Path) -> None:
+    first = os.open(kv_mount / "f", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    second = os.open(kv_mount / "f", os.O_WRONLY | os.O_APPEND)
+    for number in range(100):
+        os.write(first if number % 2 else second, f"{number:04}".encode())
+    os.close(first)
+    os.close(second)
+    assert (kv_mount / "f").read_text() == "".join(f"{number:04}" for number in range(100))
+
+
+def test_holes_and_what_was_cut_off_read_as_zeros(kv_mount: Path) -> None:
+    path = kv_mount / "f"
+    path.write_bytes(b"x" * 10_000)
+    os.truncate(path, 5_000)
+    os.truncate(path, 1_000_000)
+    with path.open("r+b") as file:
+        file.seek(900_000)
+        file.write(b"end")
+    drop_caches()
+    expected = b"x" * 5_000 + bytes(895_000) + b"end" + bytes(1_000_000 - 900_003)
+    assert path.read_bytes() == expected
+    assert path.stat().st_blocks * 512 < 200_000
+
+
+def test_open_with_truncate_empties_the_file(kv_mount: Path) -> None:
+    path = kv_mount / "f"
+    path.write_bytes(b"x" * MIB)
+    os.close(os.open(path, os.O_WRONLY | os.O_TRUNC))
+    assert path.stat().st_size == 0
+    assert path.read_bytes() == b""
+
+
+def test_shared_and_private_mappings(mounter: Mounter, kv_mount: Path) -> None:
+    path = kv_mount / "f"
+    path.write_bytes(bytes(2 * MIB))
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as shared:
+        shared[MIB : MIB + 5] = b"hello"
+        shared.flush()
+    with path.open("rb") as file:
+        private = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        assert private[MIB : MIB + 5] == b"hello"
+        private[0:1] = b"!"
+        private.close()
+    assert (reopened(mounter) / "f").read_bytes() == bytes(MIB) + b"hello" + bytes(MIB - 5)
+
+
+def test_many_overwrites_at_random_equal_a_model(mounter: Mounter, kv_mount: Path) -> None:
+    rng = random.Random(4)
+    model = bytearray()
+    with (kv_mount / "f").open("w+b", buffering=0) as file:
+        for _ in range(400):
+            offset, data = rng.randrange(3 * MIB), rng.randbytes(rng.randrange(1, 70_000))
+            model.extend(bytes(max(0, offset + len(data) - len(model))))
+            model[offset : offset + len(data)] = data
+            assert os.pwrite(file.fileno(), data, offset) == len(data)
+            if rng.random() < 0.05:
+                os.fsync(file.fileno())
+            if rng.random() < 0.05:
+                cut = rng.randrange(len(model))
+                os.ftruncate(file.fileno(), cut)
+                del model[cut:]
+    drop_caches()
+    assert (kv_mount / "f").read_bytes() == model
+    assert (reopened(mounter) / "f").read_bytes() == model
+
+
+def test_a_file_without_a_name_lives_until_it_is_closed(kv_mount: Path) -> None:
+    path = kv_mount / "f"
+    with path.open("w+b") as file:
+        file.write(b"x" * MIB)
+        path.unlink()
+        file.write(b"y" * MIB)
+        file.flush()
+        assert os.fstat(file.fileno()).st_nlink == 0
+        os.ftruncate(file.fileno(), MIB + 1)
+        os.fchmod(file.fileno(), 0o600)
+        file.seek(0)
+        assert file.read() == b"x" * MIB + b"y"
+    assert list(kv_mount.iterdir()) == []
+
+
+def test_space_is_counted_and_comes_back(mounter: Mounter, kv_mount: Path) -> None:
+    before = os.statvfs(kv_mount)
+    path = kv_mount / "f"
+    path.write_bytes(random.Random(5).randbytes(64 * MIB))
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    full = os.statvfs(kv_mount)
+    assert full.f_bsize == 4096
+    assert before.f_bfree - full.f_bfree >= 62 * MIB // 4096
+    assert 64 * MIB <= path.stat().st_blocks * 512 <= 65 * MIB
+    path.unlink()
+    reopened(mounter)
+    reopened(mounter)
+    after = os.statvfs(kv_mount)
+    assert before.f_bfree - after.f_bfree <= 16 * MIB // 4096
+
+
+def test_a_full_ring_says_enospc_and_keeps_what_it_has(mounter: Mounter, kv_mount: Path) -> None:
+    written: dict[str, bytes] = {}
+    with pytest.raises(OSError, match="No space left") as full:
+        for number in range(1000):
+            data = random.Random(number).randbytes(8 * MIB)
+            with (kv_mount / f"f{number}").open("wb", buffering=0) as file:
+                for start in range(0, len(data), MIB):
+                    file.write(data[start : start + MIB])
+            written[f"f{number}"] = data
+    assert full.value.errno == errno.ENOSPC
+    assert len(written) > 40
+    for name, data in written.items():
+        assert (kv_mount / name).read_bytes() == data
+    for name in written:
+        (kv_mount / name).unlink()
+    for path in kv_mount.iterdir():
+        path.unlink()
+    (kv_mount / "again").write_bytes(b"y" * 64 * MIB)
+    assert (reopened(mounter) / "again").read_bytes() == b"y" * 64 * MIB
+
+
+def test_a_tree_is_copied_and_compares_equal(kv_mount: Path) -> None:
+    source = Path(os.__file__).parent / "email"
+    subprocess.run(["cp", "-a", source, kv_mount / "copy"], check=True)
+    subprocess.run(["diff", "-r", source, kv_mount / "copy"], check=True)
+
+
+def test_fsync_of_files_and_directories_answers(kv_mount: Path) -> None:
+    (kv_mount / "d").mkdir()
+    for path in (kv_mount, kv_mount / "d"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        os.fsync(fd)
+        os.close(fd)
+    with (kv_mount / "d" / "f").open("wb") as file:
+        file.write(b"x")
+        file.flush()
+        os.fdatasync(file.fileno())
+
+
+def test_a_codec_shrinks_what_it_is_set_for(mounter: Mounter, kv_mount: Path) -> None:
+    os.setxattr(kv_mount, "user.kvfs.codec", b"zstd")
+    (kv_mount / "d").mkdir()
+    path = kv_mount / "d" / "f"
+    data = b"the same words again and again. " * 65536
+    path.write_bytes(data)
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    drop_caches()
+    assert path.stat().st_blocks * 512 < len(data) // 10
+    assert path.read_bytes() == data
+    assert (reopened(mounter) / "d" / "f").read_bytes() == data

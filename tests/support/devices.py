@@ -1,0 +1,177 @@
+"""A device in memory that remembers what was written and flushed, and in which order.
+
+Its history can be cut at any moment: `image_after` builds what a real device may hold
+after a power cut there. Everything that a flush covered is on it; of later writes any
+sectors may be.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+SECTOR = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """`number` counts the writes of the device's whole life."""
+
+    number: int
+    address: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Writes with a number below `covers` are on stable storage."""
+
+    covers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """What the user of the device knew at this moment."""
+
+    what: str
+    value: int
+
+
+Event = Written | Flushed | Noted
+
+# Which bytes of a write that no flush covers reached the device: ranges within it.
+Survival = Callable[[Written], Iterator[tuple[int, int]]]
+
+
+def nothing_survives(_write: Written) -> Iterator[tuple[int, int]]:
+    return iter(())
+
+
+def everything_survives(write: Written) -> Iterator[tuple[int, int]]:
+    yield 0, len(write.data)
+
+
+def random_survival(random: Random) -> Survival:
+    """Each write is whole, lost, or torn between sectors: cut, with a gap, or in shreds."""
+
+    def survives(write: Written) -> Iterator[tuple[int, int]]:
+        sectors = len(write.data) // SECTOR
+        first, second = sorted(random.randrange(sectors + 1) for _ in range(2))
+        match random.randrange(8):
+            case 0 | 1:
+                return
+            case 2 | 3:
+                ranges = [(0, sectors)]
+            case 4:
+                ranges = [(0, first)]
+            case 5:
+                ranges = [(first, sectors)]
+            case 6:
+                ranges = [(0, first), (second, sectors)]
+            case _:
+                kept = [s for s in range(sectors) if random.random() < 0.5]
+                ranges = [(s, s + 1) for s in kept]
+        for start, end in ranges:
+            yield start * SECTOR, end * SECTOR
+
+    return survives
+
+
+@dataclass(slots=True)
+class RecordingDevice:
+    """Implements kvfs.engine.device.Device. `image` is what reads see.
+
+    `covered_by_flush`: set before work runs that was submitted earlier, to the count of
+    writes at that time: a flush need not cover what was written after it was asked for.
+    """
+
+    image: bytearray
+    read_only: bool = False
+    events: list[Event] = field(default_factory=list)
+    bytes_written: int = 0
+    flushes: int = 0
+    writes: int = 0
+    covered_by_flush: int | None = None
+    fail: Callable[[str, int, int], None] = lambda kind, address, length: None
+    _base: bytearray = field(default_factory=bytearray)
+    _base_pending: list[Written] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._base = bytearray(self.image)
+
+    @classmethod
+    def of_size(cls, size: int) -> RecordingDevice:
+        return cls(bytearray(size))
+
+    @property
+    def size(self) -> int:
+        return len(self.image)
+
+    def read(self, address: int, buffers: Sequence[memoryview]) -> None:
+        self.fail("read", address, sum(map(len, buffers)))
+        view = memoryview(self.image)
+        for buffer in buffers:
+            part = view[address : address + len(buffer)]
+            if len(part) != len(buffer):
+                raise OSError(errno.EIO, "the device ends")
+            buffer[:] = part
+            address += len(buffer)
+
+    def write(self, address: int, buffers: Sequence[memoryview]) -> None:
+        data = b"".join(buffers)
+        self.fail("write", address, len(data))
+        assert address % SECTOR == 0 and len(data) % SECTOR == 0
+        assert 0 <= address and address + len(data) <= self.size
+        self.image[address : address + len(data)] = data
+        self.events.append(Written(self.writes, address, data))
+        self.writes += 1
+        self.bytes_written += len(data)
+
+    def flush(self) -> None:
+        self.fail("flush", 0, 0)
+        self.flushes += 1
+        covers = self.writes if self.covered_by_flush is None else self.covered_by_flush
+        self.events.append(Flushed(covers))
+
+    def close(self) -> None:
+        pass
+
+    # -- history
+
+    def note(self, what: str, value: int) -> None:
+        self.events.append(Noted(what, value))
+
+    def noted(self, what: str, moment: int, default: int) -> int:
+        """The last value noted before `moment` (a number of events)."""
+        values = [e.value for e in self.events[:moment] if isinstance(e, Noted) and e.what == what]
+        return values[-1] if values else default
+
+    def image_after(self, moment: int, survives: Survival) -> bytearray:
+        """What may be on the device after a power cut when `moment` events had happened."""
+        image, pending = bytearray(self._base), list(self._base_pending)
+        for event in self.events[:moment]:
+            pending = _settle(image, pending, event)
+        for write in pending:
+            for start, end in survives(write):
+                image[write.address + start : write.address + end] = write.data[start:end]
+        return image
+
+    def forget(self, moment: int) -> None:
+        """Drop the first `moment` events: the history begins there."""
+        for event in self.events[:moment]:
+            self._base_pending = _settle(self._base, self._base_pending, event)
+        del self.events[:moment]
+
+
+def _settle(image: bytearray, pending: list[Written], event: Event) -> list[Written]:
+    """Account for one event; returns the writes that may still be lost."""
+    if isinstance(event, Written):
+        pending.append(event)
+    elif isinstance(event, Flushed):
+        for write in pending:
+            if write.number < event.covers:
+                image[write.address : write.address + len(write.data)] = write.data
+        pending = [write for write in pending if write.number >= event.covers]
+    return pending

@@ -1,0 +1,92 @@
+"""A KVFS on an image of its own, driven through the real command."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from kvfs.mount.mounts import find_mount
+from mount_tools.processes import wait_for_end
+
+KVFS = Path(sys.executable).with_name("kvfs")
+COMMAND_SECONDS = 120
+
+
+def kvfs(
+    *arguments: str | os.PathLike[str], check: bool = True, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command. With `check`, a failure raises AssertionError with its output."""
+    command = [str(KVFS), *map(os.fspath, arguments)]
+    result = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=cwd, timeout=COMMAND_SECONDS
+    )
+    if check and result.returncode:
+        raise AssertionError(f"{' '.join(command)}: {result.stderr}{result.stdout}")
+    return result
+
+
+class Mounter:
+    """An image file, formatted and not mounted yet, and a directory to mount it on.
+
+    Everything lies in two directories of its own, one on disk and one in the tmpfs;
+    `close` ends the daemon and removes both.
+    """
+
+    def __init__(self, size: str = "512M", *mkfs_arguments: str) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvfs-test-"))
+        self.warm_directory = Path(tempfile.mkdtemp(prefix="kvfs-test-", dir="/dev/shm"))
+        self.image = self.directory / "ring.img"
+        self.mountpoint = self.directory / "mnt"
+        self.log = self.directory / "kvfs.log"
+        self._daemon: psutil.Process | None = None
+        self.mountpoint.mkdir()
+        kvfs("mkfs", self.image, "--size", size, *mkfs_arguments)
+
+    @property
+    def pid(self) -> int:
+        """Of the daemon of the last mount."""
+        assert self._daemon is not None, "mount it first"
+        return self._daemon.pid
+
+    def mount(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """`kvfs mount`; a mount whose daemon was killed is cleared by it."""
+        result = kvfs(
+            "mount", self.mountpoint, self.image, "--warm-dir", self.warm_directory,
+            "--log", self.log, *arguments, check=check,
+        )  # fmt: skip
+        if result.returncode == 0:
+            self._daemon = psutil.Process(self.stats()["pid"])
+        return result
+
+    def umount(self, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return kvfs("umount", self.mountpoint, check=check)
+
+    def kill(self) -> None:
+        """SIGKILL the daemon and wait until it is gone. The dead mount stays."""
+        os.kill(self.pid, signal.SIGKILL)
+        assert self._daemon is not None
+        assert wait_for_end(self._daemon, 30), "the daemon survives SIGKILL"
+
+    def stats(self) -> dict[str, Any]:
+        """`/.kvfs/stats.json`."""
+        document: dict[str, Any] = json.loads(
+            (self.mountpoint / ".kvfs" / "stats.json").read_text()
+        )
+        return document
+
+    def close(self) -> None:
+        if find_mount(self.mountpoint) and self.umount(check=False).returncode:
+            kvfs("umount", "--force", self.mountpoint)
+        if self._daemon is not None and not wait_for_end(self._daemon, 5):
+            self.kill()
+        shutil.rmtree(self.directory)
+        shutil.rmtree(self.warm_directory)
