@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +28,7 @@ app.command()(ls.ls)
 app.command()(stat.stat)
 
 # What typer raises for a wrong command line; which module it lives in depends on its version.
-_UsageError = typer.BadParameter.__bases__[0]
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]
 
 
 @app.callback(invoke_without_command=True)

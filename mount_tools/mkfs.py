@@ -141,7 +141,9 @@ def _fitting_segment_size(device: FileDevice) -> int:
     room = device.size - DATA_START
     if room < SEGMENT_COUNT_MIN * SEGMENT_SIZE_MIN:
         needed = DATA_START + SEGMENT_COUNT_MIN * SEGMENT_SIZE_MIN
-        raise CommandError(f"{device.path} is too small: a ring takes {format_size(needed)} or more")
+        raise CommandError(
+            f"{device.path} is too small: a ring takes {format_size(needed)} or more"
+        )
     whole = room // _SEGMENTS_WANTED // SEGMENT_SIZE_MIN * SEGMENT_SIZE_MIN
     return max(SEGMENT_SIZE_MIN, min(DEFAULT_SEGMENT_SIZE, whole))
 
@@ -204,4 +206,4 @@ def _blocks(size: int) -> memoryview:
     """Zeros at an aligned address, for direct I/O."""
     memory = np.zeros(size + BLOCK, np.uint8)
     skip = -memory.ctypes.data % BLOCK
-    return memoryview(memory)[skip : skip + size]
+    return memoryview(memory.data)[skip : skip + size]

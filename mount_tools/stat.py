@@ -33,7 +33,15 @@ from mount_tools.sessions import (
 )
 
 _VALUES_SHOWN = 6
-_BYTE_COUNTS = {"total", "free", "live", "segment_size", "unsaved", "payload_written", "device_written"}  # fmt: skip
+_BYTE_COUNTS = {
+    "total",
+    "free",
+    "live",
+    "segment_size",
+    "unsaved",
+    "payload_written",
+    "device_written",
+}
 _EXTENT_COLUMNS = ("offset", "length", "stored", "codec", "address")
 
 
@@ -104,9 +112,9 @@ def _show_session(directory: Path, json_output: bool) -> None:
     print_facts(_session_facts(session, description))
     print()
     rows = [
-        [file.name, format_size(file.size), format_size(file.stored), _ratio_text(file.size, file.stored)]
-        for file in session.files
-    ]  # fmt: skip
+        [f.name, format_size(f.size), format_size(f.stored), _ratio_text(f.size, f.stored)]
+        for f in session.files
+    ]
     print_table(("file", "size", "stored", "ratio"), rows, ("size", "stored", "ratio"))
 
 
@@ -237,9 +245,7 @@ def _stored_type(dtype: str | None) -> np.dtype[Any] | None:
     return found if found is not None and found.kind in "fiu" else None
 
 
-def _first_values(
-    path: Path, dtype: str | None, shape: list[int] | None
-) -> dict[str, list[float]]:
+def _first_values(path: Path, dtype: str | None, shape: list[int] | None) -> dict[str, list[float]]:
     """Of the first token: some of K and some of V, if the row is of that shape."""
     item, row_bytes = _stored_type(dtype), _row_bytes(dtype, shape)
     if item is None or row_bytes is None or shape is None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.format import SuperblockFlag
-from kvfs.engine.journal import read_superblock
+from kvfs.engine.journal import read_superblocks
 from kvfs.mount.mounts import Mount, find_mount
 from mount_tools.common import CommandError
 from mount_tools.mountpoints import State, canonical, detach, read_stats, state_of
@@ -106,7 +106,7 @@ def _check_clean_end(source: Path) -> None:
     try:
         device = FileDevice(source, read_only=True)
         try:
-            superblock = read_superblock(device, str(source))
+            superblock = read_superblocks(device, str(source)).newest
         finally:
             device.close()
     except DeviceError as failure:

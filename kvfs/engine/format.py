@@ -35,7 +35,11 @@ FIRST_FREE_ID = 16
 
 
 class FormatError(Exception):
-    """Bytes that are not what they should be: bad magic, checksum, version or bounds."""
+    """Bytes that are not what they should be: bad magic, checksum or bounds."""
+
+
+class UnknownFormatError(FormatError):
+    """Whole, but of a release that knows more than this one."""
 
 
 def checksum(*parts: bytes | bytearray | memoryview) -> int:
@@ -112,12 +116,14 @@ class Superblock:
 
     `features` are incompatible: a reader that does not know one must refuse.
     `id_floor`: no inode or extent id at or above it was ever handed out.
+    `epoch_start`: frames with this sequence or a later one are of `epoch` or a later one.
     `key_table` and `epoch_key` are reserved for encryption at rest.
     """
 
     uuid: bytes
     generation: int
     epoch: int
+    epoch_start: int
     created_ns: int
     device_size: int
     segment_size: int
@@ -134,7 +140,7 @@ class Superblock:
     epoch_key: bytes = bytes(32)
 
     MAGIC: ClassVar[bytes] = b"KVFSRING"
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIQ16sQQQQQIIQ16s16sIIQ28s32s28s32s")
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIQ16sQQQQQQIIQ16s16sIIQ28s32s28s32s")
 
     def pack(self) -> bytes:
         body = self.STRUCT.pack(
@@ -145,6 +151,7 @@ class Superblock:
             self.uuid,
             self.generation,
             self.epoch,
+            self.epoch_start,
             self.created_ns,
             self.device_size,
             self.segment_size,
@@ -173,18 +180,19 @@ class Superblock:
         if checksum(data[: BLOCK - 8]) != int.from_bytes(data[BLOCK - 8 :], "little"):
             raise FormatError("superblock checksum mismatch")
         (
-            _, version, block, features, uuid, generation, epoch, created_ns, device_size,
-            segment_size, segment_count, data_start, id_floor, hash_key, oplog_token, flags, _,
-            operation, checkpoint, replay, key_table, epoch_key,
+            _, version, block, features, uuid, generation, epoch, epoch_start, created_ns,
+            device_size, segment_size, segment_count, data_start, id_floor, hash_key,
+            oplog_token, flags, _, operation, checkpoint, replay, key_table, epoch_key,
         ) = cls.STRUCT.unpack_from(data)  # fmt: skip
         if version != FORMAT_VERSION or block != BLOCK or data_start != DATA_START:
-            raise FormatError(f"format version {version} is unknown to this release")
+            raise UnknownFormatError(f"format version {version} is unknown to this release")
         if features:
-            raise FormatError(f"feature bits {features:#x} are unknown to this release")
+            raise UnknownFormatError(f"feature bits {features:#x} are unknown to this release")
         return cls(
             uuid=uuid,
             generation=generation,
             epoch=epoch,
+            epoch_start=epoch_start,
             created_ns=created_ns,
             device_size=device_size,
             segment_size=segment_size,

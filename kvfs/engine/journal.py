@@ -30,10 +30,12 @@ from kvfs.engine.format import (
     Item,
     ItemKind,
     Pointer,
+    Position,
     RecordHeader,
     RecordKind,
     Superblock,
     SuperblockFlag,
+    UnknownFormatError,
     checksum,
     extent_key,
     key_owner,
@@ -51,8 +53,17 @@ _COUNT = struct.Struct("<I")
 # -- superblocks -----------------------------------------------------------------
 
 
-def read_superblock(device: Device, name: str) -> Superblock:
-    """The newest valid superblock. Raises DeviceError, with what to do."""
+@dataclass(frozen=True, slots=True)
+class Superblocks:
+    """The newest valid superblock, and whether the other slot could not be read: that
+    one may have been newer."""
+
+    newest: Superblock
+    one_is_lost: bool
+
+
+def read_superblocks(device: Device, name: str) -> Superblocks:
+    """Raises DeviceError, with what to do, when there is none that can be trusted."""
     found: list[Superblock] = []
     reasons: list[str] = []
     if device.size < SUPERBLOCK_ADDRESSES[-1] + BLOCK:
@@ -60,8 +71,10 @@ def read_superblock(device: Device, name: str) -> Superblock:
     for address in SUPERBLOCK_ADDRESSES:
         try:
             found.append(Superblock.unpack(read_bytes(device, address, BLOCK)))
-        except FormatError as error:
-            reasons.append(str(error))
+        except UnknownFormatError as fault:
+            raise DeviceError(f"{name}: {fault}; mount it with a newer release") from None
+        except (FormatError, OSError) as fault:
+            reasons.append(str(fault))
     if not found:
         reason = next((r for r in reasons if "no KVFS" not in r), reasons[0])
         raise DeviceError(
@@ -74,7 +87,7 @@ def read_superblock(device: Device, name: str) -> Superblock:
             f"{name} is cut: it was formatted with {newest.device_size} bytes and has "
             f"{device.size}; restore its full size before mounting"
         )
-    return newest
+    return Superblocks(newest, one_is_lost=bool(reasons))
 
 
 def write_superblock(device: Device, superblock: Superblock) -> None:
@@ -215,75 +228,96 @@ class Replayed:
 
 def replay(device: Device, ring: Ring, index: Index, superblock: Superblock) -> Replayed:
     """Apply all whole commit units from the ring's position on, and leave the ring's
-    head behind the last. Raises OSError."""
-    operation = superblock.operation
-    frames = 0
-    extents: list[Extent] = []
-    items: list[Item] = []
-    unit_start = ring.position
-    for frame in _frames(device, ring):
-        frames += 1
-        extents += [extent_of(frame.header, r) for r in frame.records if r.kind == RecordKind.DATA]
-        items += frame.items
-        ring.passed(frame.header)
+    head behind the last. A unit without its end never happened. Raises OSError."""
+    operation, frames = superblock.operation, 0
+    unit: list[Frame] = []
+    end = ring.position
+    for frame in _frames(device, ring, superblock):
+        unit.append(frame)
+        end = ring.position_after(frame.header)
         if not frame.header.flags & FrameFlag.CONTINUES:
-            apply_unit(index, ring, extents, items)
-            extents, items = [], []
+            _redo(index, ring, unit)
             operation = frame.header.operation
-            unit_start = ring.position
+            frames += len(unit)
+            unit = []
     clean = superblock.flags & SuperblockFlag.CLEAN
-    damage = None if clean else _damage(device, ring)
-    # A unit without its end never happened: its frames are overwritten.
-    ring.position = unit_start
+    damage = None if clean else _damage(device, ring, end)
     return Replayed(operation, frames, damage)
 
 
-def _frames(device: Device, ring: Ring) -> Iterator[Frame]:
-    while True:
-        frame = _next_frame(device, ring)
-        if frame is None:
-            return
-        yield frame
+def _redo(index: Index, ring: Ring, unit: list[Frame]) -> None:
+    for frame in unit:
+        ring.passed(frame.header)
+    extents = [
+        extent_of(frame.header, record)
+        for frame in unit
+        for record in frame.records
+        if record.kind == RecordKind.DATA
+    ]
+    apply_unit(index, ring, extents, [item for frame in unit for item in frame.items])
 
 
-def _next_frame(device: Device, ring: Ring) -> Frame | None:
-    position = ring.position
-    places = [(position.segment, position.offset)]
-    if position.next_segment != NO_SEGMENT:
-        places.append((position.next_segment, 0))
-    for segment, offset in places:
+def _frames(device: Device, ring: Ring, superblock: Superblock) -> Iterator[Frame]:
+    position: Position | None = ring.position
+    while position is not None:
+        frame = _frame_at(device, ring, position, superblock)
+        position = None
+        if frame is not None:
+            position = ring.position_after(frame.header)
+            yield frame
+
+
+def _frame_at(
+    device: Device, ring: Ring, position: Position, superblock: Superblock
+) -> Frame | None:
+    """The frame that follows, in this segment or at the start of the next. An older
+    epoch's frame, once found torn, must not come back by what was written over it."""
+    for segment, offset in _places(position):
         try:
             header = read_header(ring, device, segment, offset)
-            if (
-                header.sequence == position.sequence
-                and header.previous_checksum == position.previous_checksum
-            ):
+            follows = (header.sequence, header.previous_checksum) == (
+                position.sequence,
+                position.previous_checksum,
+            )
+            is_stale = header.sequence >= superblock.epoch_start and header.epoch < superblock.epoch
+            if follows and not is_stale:
                 return read_frame(device, header)
         except FormatError:
             continue
     return None
 
 
-def _damage(device: Device, ring: Ring) -> str | None:
-    """A frame behind the end of the log that says the log went on, durably."""
-    position, geometry = ring.position, ring.geometry
-    wanted = position.sequence
+def _places(position: Position) -> list[tuple[int, int]]:
     places = [(position.segment, position.offset)]
     if position.next_segment != NO_SEGMENT:
         places.append((position.next_segment, 0))
-    for segment, offset in places:
-        for at in _frame_starts(device, geometry, segment, offset):
-            try:
-                header = read_header(ring, device, segment, at)
-            except FormatError:
-                continue
-            if header.flushed >= wanted:
+    return places
+
+
+def _damage(device: Device, ring: Ring, end: Position) -> str | None:
+    """A frame behind the end of the log that says the log went on, durably. It may be in
+    any segment whose first frame is of a later sequence."""
+    places = _places(end)
+    for segment in range(ring.geometry.segment_count):
+        header = _header_at(device, ring, segment, 0)
+        if header is not None and header.sequence >= end.sequence:
+            places.append((segment, 0))
+    for segment, offset in dict.fromkeys(places):
+        for start in _frame_starts(device, ring.geometry, segment, offset):
+            header = _header_at(device, ring, segment, start)
+            if header is not None and header.flushed >= end.sequence:
                 return (
-                    f"frame {wanted} had been flushed and is not whole (segment "
-                    f"{position.segment}, byte {position.offset}); frame {header.sequence} "
-                    f"behind it says so"
+                    f"frame {end.sequence} had been flushed and is not whole (segment "
+                    f"{end.segment}, byte {end.offset}): frame {header.sequence} says so"
                 )
     return None
+
+
+def _header_at(device: Device, ring: Ring, segment: int, offset: int) -> FrameHeader | None:
+    try:
+        return read_header(ring, device, segment, offset)
+    except FormatError:
+        return None
 
 
 def _frame_starts(device: Device, geometry: Geometry, segment: int, offset: int) -> Iterator[int]:

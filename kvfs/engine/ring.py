@@ -191,16 +191,20 @@ class Ring:
 
     def passed(self, header: FrameHeader) -> None:
         """The head is now behind this frame: it was placed, or replayed."""
-        segment = self.geometry.segment(header.address)
-        self._last_sequence[segment] = header.sequence
-        self.position = Position(
+        self._last_sequence[self.geometry.segment(header.address)] = header.sequence
+        self.position = self.position_after(header)
+        self._announced = header.next_segment
+
+    def position_after(self, header: FrameHeader) -> Position:
+        geometry = self.geometry
+        segment = geometry.segment(header.address)
+        return Position(
             segment=segment,
-            offset=(header.address - DATA_START) % self.geometry.segment_size + header.frame_length,
+            offset=header.address - geometry.address(segment) + header.frame_length,
             next_segment=header.next_segment,
             sequence=header.sequence + 1,
             previous_checksum=checksum(header.pack()),
         )
-        self._announced = header.next_segment
 
     # -- segments
 

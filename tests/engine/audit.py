@@ -1,0 +1,134 @@
+"""Invariants of a store's index and ring, checked against each other."""
+
+from __future__ import annotations
+
+import stat
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from kvfs.engine.format import (
+    FIRST_FREE_ID,
+    ITEM_OVERHEAD,
+    KEY,
+    REFERENCES,
+    ROOT_INODE,
+    Dentry,
+    Extent,
+    Inode,
+    ItemKind,
+    Slice,
+    round_up,
+)
+from kvfs.engine.liveness import Liveness
+from kvfs.engine.store import Store
+
+
+@dataclass(slots=True)
+class Items:
+    """The committed items of an index, decoded."""
+
+    inodes: dict[int, Inode] = field(default_factory=dict)
+    dentries: list[tuple[int, Dentry]] = field(default_factory=list)
+    slices: dict[int, list[Slice]] = field(default_factory=lambda: defaultdict(list))
+    extents: dict[int, Extent] = field(default_factory=dict)
+    references: dict[int, int] = field(default_factory=dict)
+    orphans: set[int] = field(default_factory=set)
+    owners: set[int] = field(default_factory=set)  # of xattrs and symlink targets
+
+    @classmethod
+    def of(cls, store: Store) -> Items:
+        items = cls()
+        for key, value in store._index.snapshot():
+            items._add(key, value)
+        return items
+
+    def _add(self, key: bytes, value: bytes) -> None:
+        _, owner, kind, slot = KEY.unpack(key)
+        match kind:
+            case ItemKind.INODE:
+                self.inodes[owner] = Inode.unpack(owner, value)
+            case ItemKind.DENTRY:
+                self.dentries.append((owner, Dentry.unpack(value)))
+            case ItemKind.MAP:
+                self.slices[owner].append(Slice.unpack(slot, value))
+            case ItemKind.EXTENT:
+                self.extents[owner] = Extent.unpack(owner, value)
+            case ItemKind.REFERENCES:
+                (self.references[owner],) = REFERENCES.unpack(value)
+            case ItemKind.ORPHAN:
+                self.orphans.add(owner)
+            case ItemKind.XATTR | ItemKind.SYMLINK:
+                self.owners.add(owner)
+            case _:
+                raise AssertionError(f"an item of unknown kind {kind}")
+
+    @property
+    def newest_id(self) -> int:
+        return max([FIRST_FREE_ID - 1, *self.inodes, *self.extents])
+
+
+def audit(store: Store) -> Items:
+    """Raises AssertionError where the committed state contradicts itself."""
+    items = Items.of(store)
+    _check_names(items)
+    _check_maps(items)
+    _check_liveness(store, items)
+    assert store._index.inodes == len(items.inodes)
+    sizes = [ITEM_OVERHEAD + len(value) for _, value in store._index.snapshot()]
+    assert store._index.size == sum(sizes)
+    return items
+
+
+def _check_names(items: Items) -> None:
+    names = Counter(dentry.ino for _, dentry in items.dentries)
+    children: Counter[int] = Counter()
+    for directory, dentry in items.dentries:
+        assert directory in items.inodes, "a name in a directory that is gone"
+        inode = items.inodes[dentry.ino]
+        assert dentry.type == stat.S_IFMT(inode.mode)
+        if stat.S_ISDIR(inode.mode):
+            children[directory] += 1
+            assert (inode.parent, inode.name) == (directory, dentry.name)
+    for ino, inode in items.inodes.items():
+        found = names[ino] + (ino == ROOT_INODE)
+        assert (found == 0) == (ino in items.orphans), "without a name, and no orphan"
+        if stat.S_ISDIR(inode.mode):
+            assert found <= 1
+            assert inode.nlink == (2 + children[ino] if found else 0)
+        else:
+            assert inode.nlink == found
+    assert items.orphans <= items.inodes.keys()
+    assert items.owners <= items.inodes.keys(), "an xattr or target without an inode"
+
+
+def _check_maps(items: Items) -> None:
+    used: Counter[int] = Counter()
+    owners: dict[int, int] = {}
+    for ino, slices in items.slices.items():
+        end = 0
+        for slice_ in slices:
+            assert slice_.offset >= end and slice_.length > 0, "slices overlap"
+            end = slice_.end
+            extent = items.extents[slice_.extent_id]
+            assert slice_.skew + slice_.length <= extent.size
+            assert owners.setdefault(slice_.extent_id, ino) == ino
+            used[slice_.extent_id] += 1
+        assert end <= items.inodes[ino].size
+    assert used.keys() == items.extents.keys(), "an extent that no file uses"
+    assert items.references == {extent: count for extent, count in used.items() if count > 1}
+    stored: Counter[int] = Counter()
+    for extent_id, ino in owners.items():
+        stored[ino] += round_up(items.extents[extent_id].stored)
+    for ino, inode in items.inodes.items():
+        assert inode.stored == stored[ino], "what a file takes on the device"
+
+
+def _check_liveness(store: Store, items: Items) -> None:
+    geometry = store._ring.geometry
+    expected = Liveness(geometry.segment_count, geometry.segment_size)
+    for place in (*items.extents.values(), *store._checkpoint_places):
+        assert geometry.contains(place.address, round_up(place.stored))
+        expected.mark(place.address, place.stored)  # refuses what overlaps
+    live = store._ring.liveness
+    assert live.live_blocks.tolist() == expected.live_blocks.tolist()
+    assert live._bits == expected._bits
