@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import typer
 from rich import box
@@ -28,6 +29,12 @@ def parse_size(text: str) -> int:
     if match is None:
         raise typer.BadParameter(f"{text!r} is not a size: give it as 4096, 64M or 1.5G")
     return int(float(match[1]) * 1024 ** _UNITS.index(match[2].upper()))
+
+
+def parse_path(text: str) -> Path:
+    """For paths that may lie on a mount: what typer does with a Path by itself asks for
+    its attributes, and a daemon that hangs would not answer."""
+    return Path(text)
 
 
 def format_size(size: float) -> str:

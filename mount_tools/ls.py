@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvfs.mount.mounts import mounts
-from mount_tools.common import CommandError, format_size, print_json, print_table
+from mount_tools.common import CommandError, format_size, parse_path, print_json, print_table
 from mount_tools.sessions import Session, find_sessions, locate, ratio
 
 _COLUMNS = ("session", "tokens", "layers", "size", "stored", "ratio", "last use", "model")
@@ -20,6 +20,7 @@ def ls(
     path: Annotated[
         Path | None,
         typer.Argument(
+            parser=parse_path,
             metavar="MNT",
             help="A mountpoint, or a directory in it. Not needed while one KVFS is mounted.",
             show_default=False,

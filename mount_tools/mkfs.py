@@ -24,7 +24,7 @@ from kvfs.engine.format import (
     FormatError,
     Superblock,
 )
-from kvfs.engine.store import format_device
+from kvfs.engine.superblocks import format_device
 from mount_tools.common import CommandError, format_size, parse_size, print_json
 
 DEFAULT_SIZE = 4 * 1024**3

@@ -19,6 +19,7 @@ from mount_tools.common import (
     CommandError,
     describe_os_error,
     format_size,
+    parse_path,
     parse_size,
     warn,
 )
@@ -34,7 +35,9 @@ _SYSTEM_LOGS = Path("/var/log/kvfs")
 
 
 def mount(
-    mountpoint: Annotated[Path, typer.Argument(metavar="MNT", help="An empty directory.")],
+    mountpoint: Annotated[
+        Path, typer.Argument(parser=parse_path, metavar="MNT", help="An empty directory.")
+    ],
     device: Annotated[Path, typer.Argument(metavar="DEV", help="Block device or image file.")],
     warm_dir: Annotated[
         Path, typer.Option(metavar="DIR", help="A tmpfs: keeps what the ring lacks yet.")

@@ -17,6 +17,7 @@ import typer
 from mount_tools.common import (
     CommandError,
     format_size,
+    parse_path,
     print_facts,
     print_json,
     print_table,
@@ -47,7 +48,10 @@ _EXTENT_COLUMNS = ("offset", "length", "stored", "codec", "address")
 
 def stat(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A mountpoint, a session or a file.")
+        Path,
+        typer.Argument(
+            parser=parse_path, metavar="PATH", help="A mountpoint, a session or a file."
+        ),
     ],
     extents: Annotated[
         bool, typer.Option("--extents", help="Show where the bytes of a file are in the ring.")

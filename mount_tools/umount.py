@@ -11,9 +11,9 @@ from rich.console import Console
 
 from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.format import SuperblockFlag
-from kvfs.engine.journal import read_superblocks
+from kvfs.engine.superblocks import read_superblocks
 from kvfs.mount.mounts import Mount, find_mount
-from mount_tools.common import CommandError
+from mount_tools.common import CommandError, parse_path
 from mount_tools.mountpoints import State, canonical, detach, read_stats, state_of
 from mount_tools.processes import holders_of, process_of, wait_for_end
 
@@ -22,7 +22,7 @@ _END_SECONDS = 180.0
 
 
 def umount(
-    mountpoint: Annotated[Path, typer.Argument(metavar="MNT")],
+    mountpoint: Annotated[Path, typer.Argument(parser=parse_path, metavar="MNT")],
     lazy: Annotated[
         bool,
         typer.Option("--lazy", "--force", help="Detach it also when it is in use, dead or hung."),

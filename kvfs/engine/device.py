@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from kvfs.engine.buffers import aligned
 from kvfs.engine.format import BLOCK
 
 _BLKGETSIZE64 = 0x8008_1272
@@ -82,6 +83,13 @@ class FileDevice:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def read_bytes(device: Device, address: int, length: int) -> memoryview:
+    """`length` bytes, a multiple of BLOCK, in a fresh aligned buffer. Raises OSError."""
+    buffer = aligned(length)
+    device.read(address, [buffer])
+    return buffer
 
 
 def create_image(path: Path, size: int) -> None:

@@ -17,12 +17,11 @@ import numpy as np
 from kvfs.engine import codec
 from kvfs.engine.buffers import aligned
 from kvfs.engine.codec import Codec
-from kvfs.engine.device import Device, DeviceError
+from kvfs.engine.device import Device, read_bytes
 from kvfs.engine.format import (
     BLOCK,
     KEY,
     NO_SEGMENT,
-    SUPERBLOCK_ADDRESSES,
     Extent,
     FormatError,
     FrameFlag,
@@ -35,7 +34,6 @@ from kvfs.engine.format import (
     RecordKind,
     Superblock,
     SuperblockFlag,
-    UnknownFormatError,
     checksum,
     extent_key,
     key_owner,
@@ -44,63 +42,10 @@ from kvfs.engine.format import (
     unpack_items,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.ring import Frame, Geometry, Ring, read_bytes, read_frame, read_header
+from kvfs.engine.ring import Frame, Geometry, Ring, read_frame, read_header
 
 CHUNK_SIZE = 256 * 1024
 _COUNT = struct.Struct("<I")
-
-
-# -- superblocks -----------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Superblocks:
-    """The newest valid superblock, and whether the other slot could not be read: that
-    one may have been newer."""
-
-    newest: Superblock
-    one_is_lost: bool
-
-
-def read_superblocks(device: Device, name: str) -> Superblocks:
-    """Raises DeviceError, with what to do, when there is none that can be trusted."""
-    found: list[Superblock] = []
-    reasons: list[str] = []
-    if device.size < SUPERBLOCK_ADDRESSES[-1] + BLOCK:
-        raise DeviceError(f"{name} is too small to be a KVFS ring; make one with: kvfs mkfs {name}")
-    for address in SUPERBLOCK_ADDRESSES:
-        try:
-            found.append(Superblock.unpack(read_bytes(device, address, BLOCK)))
-        except UnknownFormatError as fault:
-            raise DeviceError(f"{name}: {fault}; mount it with a newer release") from None
-        except (FormatError, OSError) as fault:
-            reasons.append(str(fault))
-    if not found:
-        reason = next((r for r in reasons if "no KVFS" not in r), reasons[0])
-        raise DeviceError(
-            f"{name}: {reason}; if nothing on it is needed, format it with: "
-            f"kvfs mkfs {name} --force"
-        )
-    newest = max(found, key=lambda superblock: superblock.generation)
-    if newest.device_size > device.size:
-        raise DeviceError(
-            f"{name} is cut: it was formatted with {newest.device_size} bytes and has "
-            f"{device.size}; restore its full size before mounting"
-        )
-    return Superblocks(newest, one_is_lost=bool(reasons))
-
-
-def write_superblock(device: Device, superblock: Superblock) -> None:
-    """To its slot, durable on return. Raises OSError."""
-    block = aligned(BLOCK)
-    block[:] = superblock.pack()
-    device.write(superblock.address, [block])
-    device.flush()
-
-
-def open_ring(superblock: Superblock) -> Ring:
-    geometry = Geometry(superblock.segment_size, superblock.segment_count)
-    return Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
 
 
 # -- what a commit unit does -----------------------------------------------------

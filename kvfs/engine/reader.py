@@ -34,6 +34,7 @@ class Chunk:
     bad: set[int] = field(default_factory=set)
     users: int = 0
     evicted: bool = False
+    given_back: bool = False
 
 
 @dataclass(slots=True)
@@ -136,7 +137,8 @@ class ExtentReader:
         self._give_back(chunk)
 
     def _give_back(self, chunk: Chunk) -> None:
-        if chunk.evicted and chunk.users == 0:
+        if chunk.evicted and chunk.users == 0 and not chunk.given_back:
+            chunk.given_back = True
             self._pool.give(chunk.buffer)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvfs.engine.buffers import aligned
-from kvfs.engine.device import Device
+from kvfs.engine.device import Device, read_bytes
 from kvfs.engine.format import (
     BLOCK,
     DATA_START,
@@ -284,10 +284,3 @@ def read_frame(device: Device, header: FrameHeader) -> Frame:
         if checksum(data[record.payload : end]) != record.checksum:
             raise FormatError("payload checksum mismatch")
     return Frame(header, records, unpack_items(bytes(data[records_end:table_end])))
-
-
-def read_bytes(device: Device, address: int, length: int) -> memoryview:
-    """`length` bytes, a multiple of BLOCK, in a fresh aligned buffer. Raises OSError."""
-    buffer = aligned(length)
-    device.read(address, [buffer])
-    return buffer

@@ -25,15 +25,16 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.io import Completion
 from kvfs.engine.journal import extent_of
+from kvfs.engine.nodes import NewExtent
 from kvfs.engine.ring import FRAME_SIZE_MAX, PlacedFrame, Ring, head_size
-from kvfs.engine.state import NewExtent, Sealed, State
+from kvfs.engine.state import Sealed, State
 
 BATCH_SIZE = 8 * 1024 * 1024
 BATCH_OPERATIONS = 4096
 _ITEMS_CHUNK_MAX = 1024 * 1024
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """A sealed set of changes on its way to the ring.
 
@@ -183,11 +184,11 @@ def start_encoding(
 
 def place(batch: Batch, encoded: Encoded, ring: Ring, state: State) -> Placed:
     """Give a batch its frames. Raises RingFull."""
-    stored = state.placed(batch.sealed, [payload.record for payload in encoded.payloads])
-    items = sorted([*batch.sealed.items, *state.inode_items(batch.sealed)])
+    records = [payload.record for payload in encoded.payloads]
+    items, changed = state.placed(batch.sealed, records)
     frames = place_unit(ring, encoded.payloads, items, batch.operation)
     extents = [extent_of(frame.header, record) for frame, group in frames for record in group]
-    return Placed([frame for frame, _ in frames], extents, items, list(stored))
+    return Placed([frame for frame, _ in frames], extents, items, changed)
 
 
 def place_unit(

@@ -12,7 +12,7 @@ from uuid import UUID
 from kvfs.engine.codec import Codec
 from kvfs.engine.format import Inode
 from kvfs.engine.io import Step
-from kvfs.engine.state import Stored, error
+from kvfs.engine.nodes import Stored, error
 from kvfs.engine.store import Store
 
 PREFIX = b"user.kvfs."
@@ -76,7 +76,7 @@ def _extents(store: Store, ino: int) -> Step[bytes]:
 
 def stats(store: Store, mountpoint: str, source: str) -> bytes:
     """The contents of `/.kvfs/stats.json`."""
-    space = store.space()
+    space = store.usage()
     superblock = store.superblock
     reader = store.reader
     document = {

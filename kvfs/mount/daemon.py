@@ -14,9 +14,9 @@ from uuid import UUID
 import pyfuse3
 import trio
 
-from kvfs.engine import journal
 from kvfs.engine.device import FileDevice
 from kvfs.engine.store import Store, StoreOptions
+from kvfs.engine.superblocks import read_superblocks
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
 from kvfs.mount.mounts import find_mount
@@ -84,7 +84,7 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
 
 
 def _log_directory(config: MountConfig, device: FileDevice) -> Path:
-    superblock = journal.read_superblocks(device, str(config.source)).newest
+    superblock = read_superblocks(device, str(config.source)).newest
     return config.warm_directory / f"kvfs-{os.geteuid()}" / str(UUID(bytes=superblock.uuid))
 
 

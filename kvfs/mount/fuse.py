@@ -32,7 +32,7 @@ from pyfuse3 import (
 
 from kvfs.engine.format import BLOCK, NAME_LENGTH_MAX, ROOT_INODE, Inode
 from kvfs.engine.io import DeadlineExceeded, Step
-from kvfs.engine.state import Node, blocks
+from kvfs.engine.nodes import Node
 from kvfs.engine.store import Store
 from kvfs.mount import control
 from kvfs.mount.loop import drive
@@ -107,7 +107,7 @@ class Filesystem(pyfuse3.Operations):
         self._stale: set[int] = set()
         self._buffered_opens: dict[int, int] = {}
         self._notices = _Notices()
-        store.on_blocks_changed = self._blocks_changed
+        store.watch_blocks(self._blocks_changed)
 
     async def _run(self, step: Step[R]) -> R:
         return await drive(step, self._deadline_seconds)
@@ -331,7 +331,7 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def statfs(self, ctx: RequestContext) -> StatvfsData:
-        space = self._store.space()
+        space = self._store.usage()
         data = StatvfsData()
         data.f_bsize = data.f_frsize = BLOCK
         data.f_blocks = space.total // BLOCK
@@ -493,7 +493,7 @@ def _negative() -> EntryAttributes:
 
 
 def _node_attributes(node: Node) -> EntryAttributes:
-    return _attributes(node.inode, blocks(node) // 512)
+    return _attributes(node.inode, node.taken // 512)
 
 
 def _attributes(inode: Inode, blocks_512: int) -> EntryAttributes:

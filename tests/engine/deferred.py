@@ -97,12 +97,16 @@ class DeferredExecutor:
             self._resume(one)
         return True
 
-    def power_fails(self) -> None:
-        """What was asked for may still reach the device, or some of it. Nobody learns."""
+    def stops(self) -> None:
+        """The process is killed or the power fails: what was asked for may still reach the
+        device, whole or cut. Nobody learns."""
         asked = [work for work in self._asked if self.random.random() < 0.7]
         self.random.shuffle(asked)
         for work in asked:
+            if self.random.random() < 0.3:
+                self.device.torn_at = lambda sectors: self.random.randrange(sectors + 1)
             self._do(work)
+            self.device.torn_at = None
         self._asked, self._finished, self._ready = [], [], []
 
     def _do(self, work: _Work) -> None:

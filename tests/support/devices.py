@@ -96,6 +96,8 @@ class RecordingDevice:
     flushes: int = 0
     writes: int = 0
     fail: Callable[[str, int, int], None] = lambda kind, address, length: None
+    torn_at: Callable[[int], int] | None = None  # how much of a write still happens
+    _notes: dict[str, int] = field(default_factory=dict)
     _base: bytearray = field(default_factory=bytearray)
     _base_pending: list[Written] = field(default_factory=list)
     _asked: int | None = None
@@ -127,6 +129,8 @@ class RecordingDevice:
         self.fail("write", address, len(data))
         assert address % SECTOR == 0 and len(data) % SECTOR == 0
         assert 0 <= address and address + len(data) <= self.size
+        if self.torn_at is not None:
+            data = data[: self.torn_at(len(data) // SECTOR) * SECTOR]
         self.image[address : address + len(data)] = data
         self.events.append(Written(self.writes, address, data))
         self._own.add(self.writes)
@@ -161,8 +165,10 @@ class RecordingDevice:
 
     def noted(self, what: str, moment: int, default: int) -> int:
         """The last value noted before `moment` (a number of events)."""
-        values = [e.value for e in self.events[:moment] if isinstance(e, Noted) and e.what == what]
-        return values[-1] if values else default
+        for event in reversed(self.events[:moment]):
+            if isinstance(event, Noted) and event.what == what:
+                return event.value
+        return self._notes.get(what, default)
 
     def image_after(self, moment: int, survives: Survival) -> bytearray:
         """What may be on the device after a power cut when `moment` events had happened."""
@@ -178,6 +184,8 @@ class RecordingDevice:
         """Drop the first `moment` events: the history begins there."""
         for event in self.events[:moment]:
             self._base_pending = _settle(self._base, self._base_pending, event)
+            if isinstance(event, Noted):
+                self._notes[event.what] = event.value
         del self.events[:moment]
 
 

@@ -36,11 +36,11 @@ def kv_directory(shared_mount: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    """The machine is shared; bitwise comparisons also want one fixed number."""
+def one_thread() -> Iterator[None]:
+    """Models this small gain nothing by more, and on a busy machine lose much."""
     torch = pytest.importorskip("torch")
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 

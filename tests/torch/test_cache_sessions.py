@@ -34,7 +34,7 @@ RESUME = """
 import sys, torch
 from transformers import AutoModelForCausalLM
 from kvfs.torch import KVFSCache
-torch.set_num_threads(2)
+torch.set_num_threads(1)
 model = AutoModelForCausalLM.from_pretrained(sys.argv[2])
 with KVFSCache.open(sys.argv[1], "agent", model) as cache:
     ids = torch.tensor([[*cache.tokens, 7, 8, 9]])

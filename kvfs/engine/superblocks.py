@@ -1,0 +1,104 @@
+"""The two superblock slots: format, read, write."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass
+
+from kvfs.engine.buffers import aligned
+from kvfs.engine.device import Device, DeviceError, read_bytes
+from kvfs.engine.format import (
+    BLOCK,
+    DATA_START,
+    FIRST_FREE_ID,
+    SEGMENT_COUNT_MIN,
+    SEGMENT_SIZE_MAX,
+    SEGMENT_SIZE_MIN,
+    SUPERBLOCK_ADDRESSES,
+    FormatError,
+    Pointer,
+    Position,
+    Superblock,
+    SuperblockFlag,
+    UnknownFormatError,
+)
+
+
+def format_device(device: Device, segment_size: int, *, uuid: bytes | None = None) -> Superblock:
+    """Write an empty ring. Raises DeviceError when the device is too small."""
+    if not SEGMENT_SIZE_MIN <= segment_size <= SEGMENT_SIZE_MAX or segment_size % SEGMENT_SIZE_MIN:
+        raise DeviceError("the segment size must be 1 MiB to 1 GiB, in whole MiB")
+    count = (device.size - DATA_START) // segment_size
+    if count < SEGMENT_COUNT_MIN:
+        needed = (DATA_START + SEGMENT_COUNT_MIN * segment_size) // 2**20
+        raise DeviceError(
+            f"the device is too small: {SEGMENT_COUNT_MIN} segments of "
+            f"{segment_size // 2**20} MiB need {needed} MiB; choose a smaller --segment-size"
+        )
+    superblock = Superblock(
+        uuid=uuid or secrets.token_bytes(16),
+        generation=0,
+        epoch=0,
+        epoch_start=0,
+        created_ns=time.time_ns(),
+        device_size=DATA_START + count * segment_size,
+        segment_size=segment_size,
+        segment_count=count,
+        id_floor=FIRST_FREE_ID,
+        hash_key=secrets.token_bytes(16),
+        oplog_token=secrets.token_bytes(16),
+        flags=SuperblockFlag.CLEAN,
+        operation=0,
+        checkpoint=Pointer(),
+        replay=Position(segment=0, offset=0, next_segment=1, sequence=1, previous_checksum=0),
+    )
+    # Both slots, the older one first: one alone that gets lost must not lose the ring.
+    for generation in (superblock, superblock.next()):
+        write_superblock(device, generation)
+    return generation
+
+
+@dataclass(frozen=True, slots=True)
+class Superblocks:
+    """The newest valid superblock, and whether the other slot could not be read: that
+    one may have been newer."""
+
+    newest: Superblock
+    one_is_lost: bool
+
+
+def read_superblocks(device: Device, name: str) -> Superblocks:
+    """Raises DeviceError, with what to do, when there is none that can be trusted."""
+    found: list[Superblock] = []
+    reasons: list[str] = []
+    if device.size < SUPERBLOCK_ADDRESSES[-1] + BLOCK:
+        raise DeviceError(f"{name} is too small to be a KVFS ring; make one with: kvfs mkfs {name}")
+    for address in SUPERBLOCK_ADDRESSES:
+        try:
+            found.append(Superblock.unpack(read_bytes(device, address, BLOCK)))
+        except UnknownFormatError as fault:
+            raise DeviceError(f"{name}: {fault}; mount it with a newer release") from None
+        except (FormatError, OSError) as fault:
+            reasons.append(str(fault))
+    if not found:
+        reason = next((r for r in reasons if "no KVFS" not in r), reasons[0])
+        raise DeviceError(
+            f"{name}: {reason}; if nothing on it is needed, format it with: "
+            f"kvfs mkfs {name} --force"
+        )
+    newest = max(found, key=lambda superblock: superblock.generation)
+    if newest.device_size > device.size:
+        raise DeviceError(
+            f"{name} is cut: it was formatted with {newest.device_size} bytes and has "
+            f"{device.size}; restore its full size before mounting"
+        )
+    return Superblocks(newest, one_is_lost=bool(reasons))
+
+
+def write_superblock(device: Device, superblock: Superblock) -> None:
+    """To its slot, durable on return. Raises OSError."""
+    block = aligned(BLOCK)
+    block[:] = superblock.pack()
+    device.write(superblock.address, [block])
+    device.flush()

@@ -1,0 +1,540 @@
+"""Operations, cuts and reopenings in any order, compared with the model.
+
+The crash rule (docs: the state after a crash is the state after some prefix of the
+operations, which contains all that was confirmed as durable) is checked at arbitrary
+moments of the recorded history of the device, with what no flush covered lost, torn or
+reordered. After SIGKILL, when the buffer is kept, nothing at all may be missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+from hypothesis import note
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvfs.engine import journal
+from kvfs.engine import store as store_module
+from kvfs.engine import writeback as writeback_module
+from kvfs.engine.device import DeviceError
+from kvfs.engine.format import BLOCK, DATA_START, SUPERBLOCK_ADDRESSES, FormatError, Superblock
+from kvfs.engine.io import InlineExecutor, Step, run
+from kvfs.engine.store import Store, StoreOptions
+from kvfs.engine.superblocks import format_device
+from kvfs.tiers import oplog
+from kvfs.tiers.oplog import OperationLog
+from tests.crash.model import ROOT, Tree, View, difference, view_of
+from tests.engine.audit import audit
+from tests.engine.deferred import DeferredExecutor
+from tests.support.devices import RecordingDevice, random_survival
+
+T = TypeVar("T")
+MIB = 1024 * 1024
+_OPTIONS = StoreOptions(cache_size=4 * MIB, uid=0, gid=0)
+_HISTORY_BYTES = 24 * MIB
+_LOG_CHUNK = 2 * MIB
+_LOG_LIMIT = 8 * MIB
+_DIRECTORY_MODE = stat.S_IFDIR | 0o755
+_FILE_MODE = stat.S_IFREG | 0o644
+_LINK_MODE = stat.S_IFLNK | 0o777
+
+NAMES = st.sampled_from([b"a", b"b", b"c", b"layer.000", b"\xff\x01 x", b"n" * 255])
+SEEDS = st.integers(0, 2**32 - 1)
+PICKS = st.integers(0, 1000)
+SIZES = st.one_of(
+    st.integers(1, 5000),
+    st.integers(1, 16).map(lambda blocks: blocks * 4096),
+    st.integers(1, 400_000),
+)
+OFFSETS = st.one_of(st.integers(0, 10_000), st.integers(0, 100).map(lambda b: b * 4096))
+XATTRS = st.one_of(
+    st.tuples(st.just(b"user.kvfs.codec"), st.sampled_from([b"auto", b"none", b"zstd", b"planes"])),
+    st.tuples(st.just(b"user.kvfs.dtype"), st.sampled_from([b"bfloat16", b"float32", b"odd"])),
+    st.tuples(st.sampled_from([b"user.x", b"user." + b"y" * 250]), st.binary(max_size=20)),
+    st.tuples(st.just(b"user.large"), st.integers(0, 65536).map(lambda size: b"v" * size)),
+)
+
+
+@dataclass
+class Clock:
+    """Stands in for the module `time`, so that an example is the same each time."""
+
+    now: float = 1.7e9
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        self.now += 1e-3
+        return int(self.now * 1e9)
+
+
+def content(seed: int, size: int) -> bytes:
+    """Bytes that compress, or do not, or look like bfloat16."""
+    random = Random(seed)
+    match seed % 4:
+        case 0:
+            return bytes([seed & 0xFF]) * size
+        case 1:
+            return (random.randbytes(97) * (size // 97 + 1))[:size]
+        case 2:
+            low = random.randbytes(size // 2 + 1)
+            return bytes(b for pair in zip(low, b"\x3f" * len(low), strict=True) for b in pair)[
+                :size
+            ]
+        case _:
+            return random.randbytes(size)
+
+
+class CrashMachine(RuleBasedStateMachine):
+    """Work is done in place: what is asked for has happened when the call returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = ExitStack()
+        self.clock = Clock()
+        self.directory = Path(tempfile.mkdtemp(prefix="kvfs-crash-", dir="/dev/shm"))
+        self.states: list[Tree] = [Tree()]
+        self.used: set[int] = set()
+        self.pinned: list[int] = []
+        self.opened = 0
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "store"):
+                self.check_everything(0)
+        finally:
+            self.patches.close()
+            shutil.rmtree(self.directory)
+            # A machine outlives its example by far; what it holds must not.
+            for name in ("store", "device", "executor", "states"):
+                self.__dict__.pop(name, None)
+            gc.collect()
+
+    @property
+    def tree(self) -> Tree:
+        return self.states[-1]
+
+    # -- opening and driving
+
+    @initialize(segments=st.integers(12, 16), batch=st.sampled_from([MIB // 4, MIB, 8 * MIB]))
+    def begins(self, segments: int, batch: int) -> None:
+        for module in (store_module, writeback_module):
+            self.patches.enter_context(patch.object(module, "time", self.clock))
+        self.patches.enter_context(patch.object(store_module, "BATCH_SIZE", batch))
+        self.patches.enter_context(patch.object(oplog, "CHUNK_SIZE", _LOG_CHUNK))
+        self.device = RecordingDevice.of_size(DATA_START + segments * MIB)
+        format_device(self.device, MIB)
+        self.open()
+
+    def open(self) -> None:
+        self.pinned = []
+        self.executor = self.make_executor()
+        log = OperationLog(self.directory / "log", _LOG_LIMIT)
+        self.store = Store.open(self.device, "ring", self.executor, log, _OPTIONS)
+        assert self.store.damage is None
+
+    def make_executor(self) -> Any:
+        return InlineExecutor()
+
+    def run(self, step: Step[T], seed: int = 0) -> T:
+        return run(step)
+
+    def confirming(self, step: Step[None]) -> Step[None]:
+        """What was answered when it begins is durable when it ends."""
+        answered = len(self.states) - 1
+        yield from step
+        before = self.device.noted("confirmed", len(self.device.events), 0)
+        self.device.note("confirmed", max(answered, before))
+
+    def do(self, step: Step[T], change: Callable[[Tree, T], Tree], seed: int = 0) -> T | None:
+        """An operation on the store and the model: both do it, or fail alike."""
+        try:
+            change(self.tree, 0)  # type: ignore[arg-type]
+            expected = None
+        except OSError as failure:
+            expected = failure.errno
+        self.device.note("started", len(self.states))
+        try:
+            result = self.run(step, seed)
+        except OSError as failure:
+            if failure.errno != errno.ENOSPC:
+                assert failure.errno == expected, failure
+            return None
+        assert expected is None, f"expected {errno.errorcode[expected or 0]}"
+        self.states.append(change(self.tree, result))
+        return result
+
+    # -- what to work on
+
+    def a_directory(self, pick: int) -> int:
+        directories = self.tree.directories()
+        return directories[pick % len(directories)]
+
+    def a_file(self, pick: int) -> int | None:
+        files = [*self.tree.files(), *self.pinned]
+        return files[pick % len(files)] if files else None
+
+    def a_name(self, pick: int) -> tuple[int, bytes] | None:
+        names = self.tree.names()
+        return names[pick % len(names)] if names else None
+
+    # -- operations
+
+    @rule(pick=PICKS, name=NAMES, mode=st.sampled_from([_FILE_MODE] * 3 + [_DIRECTORY_MODE]))
+    def create(self, pick: int, name: bytes, mode: int) -> None:
+        self.make(self.a_directory(pick), name, mode)
+
+    @rule(pick=PICKS, name=NAMES, points_to=st.binary(min_size=1, max_size=300))
+    def symlink(self, pick: int, name: bytes, points_to: bytes) -> None:
+        self.make(self.a_directory(pick), name, _LINK_MODE, points_to)
+
+    def make(self, parent: int, name: bytes, mode: int, target: bytes = b"") -> int | None:
+        def made(tree: Tree, node: Any) -> Tree:
+            ino = node.inode.ino if node else 0
+            return tree.create(ino, parent, name, mode, target)
+
+        node = self.do(self.store.create(parent, name, mode, 0, 0, target=target), made)
+        if node is None:
+            return None
+        assert node.inode.ino not in self.used, "an inode number was given twice"
+        self.used.add(node.inode.ino)
+        ino: int = node.inode.ino
+        return ino
+
+    @rule(pick=PICKS, offset=OFFSETS, size=SIZES, seed=SEEDS)
+    def write(self, pick: int, offset: int, size: int, seed: int) -> None:
+        ino = self.a_file(pick)
+        if ino is not None:
+            self.write_to(ino, offset, content(seed, size), seed)
+
+    @rule(pick=PICKS, size=SIZES, seed=SEEDS)
+    def append(self, pick: int, size: int, seed: int) -> None:
+        ino = self.a_file(pick)
+        if ino is not None:
+            self.write_to(ino, self.tree.nodes[ino].content.size, content(seed, size), seed)
+
+    @rule(pick=PICKS, times=st.integers(1, 14), seed=SEEDS)
+    def fill(self, pick: int, times: int, seed: int) -> None:
+        ino = self.a_file(pick)
+        for number in range(times if ino is not None else 0):
+            data = Random(seed + number).randbytes(MIB)
+            if not self.write_to(ino or 0, number * MIB, data, seed):
+                return
+
+    def write_to(self, ino: int, offset: int, data: bytes, seed: int) -> bool:
+        step = self.store.write(ino, offset, data)
+        return self.do(step, lambda tree, _: tree.write(ino, offset, data), seed) is not None
+
+    @rule(pick=PICKS, size=st.one_of(SIZES, st.just(0)), seed=SEEDS)
+    def truncate(self, pick: int, size: int, seed: int) -> None:
+        ino = self.a_file(pick)
+        if ino is not None:
+            step = self.store.set_attributes(ino, size=size)
+            self.do(step, lambda tree, _: tree.truncate(ino, size), seed)
+
+    @rule(pick=PICKS, mode=st.sampled_from([0o600, 0o755]))
+    def chmod(self, pick: int, mode: int) -> None:
+        inos = self.tree.reachable()
+        ino = inos[pick % len(inos)]
+        self.do(self.store.set_attributes(ino, mode=mode), lambda tree, _: tree.chmod(ino, mode))
+
+    @rule(
+        pick=PICKS,
+        to=PICKS,
+        new=NAMES,
+        how=st.sampled_from(["replace", "replace", "noreplace", "exchange"]),
+        seed=SEEDS,
+    )
+    def rename(self, pick: int, to: int, new: bytes, how: str, seed: int) -> None:
+        old, parent = self.a_name(pick), self.a_directory(to)
+        if old is not None:
+            flags = {"replace": how == "replace", "exchange": how == "exchange"}
+            step = self.store.rename(*old, parent, new, **flags)
+            self.do(step, lambda tree, _: tree.rename(*old, parent, new, how), seed)
+
+    @rule(pick=PICKS, seed=SEEDS)
+    def remove(self, pick: int, seed: int) -> None:
+        name = self.a_name(pick)
+        if name is None:
+            return
+        if self.tree.nodes[self.tree.nodes[name[0]].entries[name[1]]].is_directory:
+            self.do(self.store.rmdir(*name), lambda tree, _: tree.rmdir(*name), seed)
+        else:
+            self.do(self.store.unlink(*name), lambda tree, _: tree.unlink(*name), seed)
+
+    @rule(pick=PICKS, to=PICKS, name=NAMES)
+    def link(self, pick: int, to: int, name: bytes) -> None:
+        ino, parent = self.a_file(pick), self.a_directory(to)
+        if ino is not None:
+            self.do(self.store.link(ino, parent, name), lambda t, _: t.link(ino, parent, name))
+
+    @rule(pick=PICKS, xattr=XATTRS)
+    def set_xattr(self, pick: int, xattr: tuple[bytes, bytes]) -> None:
+        inos = self.tree.reachable()
+        ino = inos[pick % len(inos)]
+        self.do(self.store.set_xattr(ino, *xattr), lambda tree, _: tree.set_xattr(ino, *xattr))
+
+    @rule(pick=PICKS, xattr=XATTRS)
+    def remove_xattr(self, pick: int, xattr: tuple[bytes, bytes]) -> None:
+        inos = self.tree.reachable()
+        ino, name = inos[pick % len(inos)], xattr[0]
+        self.do(self.store.remove_xattr(ino, name), lambda tree, _: tree.remove_xattr(ino, name))
+
+    @rule(pick=PICKS)
+    def hold(self, pick: int) -> None:
+        """As an open file does: it lives on without a name."""
+        ino = self.a_file(pick)
+        if ino is not None:
+            self.run(self.store.pin(ino))
+            self.pinned.append(ino)
+
+    @precondition(lambda self: self.pinned)
+    @rule(seed=SEEDS)
+    def let_go(self, seed: int) -> None:
+        ino = self.pinned.pop(seed % len(self.pinned))
+        self.run(self.store.unpin(ino), seed)
+
+    @rule(pick=PICKS, offset=OFFSETS, size=SIZES, seed=SEEDS)
+    def read(self, pick: int, offset: int, size: int, seed: int) -> None:
+        ino = self.a_file(pick)
+        if ino is not None:
+            expected = bytes(self.tree.nodes[ino].content)[offset : offset + size]
+            assert bytes(self.run(self.store.read(ino, offset, size), seed)) == expected
+
+    # -- durability
+
+    @rule(seed=SEEDS)
+    def sync(self, seed: int) -> None:
+        self.run(self.confirming(self.store.sync()), seed)
+
+    @rule(seed=SEEDS)
+    def checkpoint(self, seed: int) -> None:
+        self.run(self.confirming(self.store.checkpoint()), seed)
+
+    @rule(seconds=st.sampled_from([5, 30, 400]), seed=SEEDS)
+    def time_passes(self, seconds: int, seed: int) -> None:
+        """Sealed after 5 s, flushed after 30 s, a checkpoint after 300 s."""
+        self.clock.now += seconds
+        self.run(self.store.tick(), seed)
+
+    @rule(seed=SEEDS)
+    def reopen(self, seed: int) -> None:
+        self.run(self.confirming(self.store.close()), seed)
+        self.open()
+        self.used_after_reopening()
+        assert self.store.counters.recovered_operations == 0
+        assert self.store.counters.replayed_frames == 0
+
+    @rule(seed=SEEDS)
+    def killed(self, seed: int) -> None:
+        """SIGKILL: the machine lives on, and with it the tmpfs."""
+        expected, attributes = self.tree.view(), self.attributes()
+        self.stop(seed)
+        self.open()
+        self.expect(expected, "after SIGKILL")
+        self.used_after_reopening()
+        assert self.attributes() == attributes
+
+    @rule(back=st.integers(0, 40), seed=SEEDS)
+    def power_cut(self, back: int, seed: int) -> None:
+        """It takes the tmpfs with it, and what no flush covered, or some of that."""
+        self.stop(seed)
+        moment = max(0, len(self.device.events) - back)
+        image = self.device.image_after(moment, random_survival(Random(seed)))
+        candidates = self.candidates(moment)
+        shutil.rmtree(self.directory / "log")
+        self.device = RecordingDevice(image)
+        self.open()
+        self.states = [self.matching(view_of(self.store, self.run), candidates)]
+        self.used_after_reopening()
+
+    def stop(self, seed: int) -> None:
+        """The process ends without a word."""
+
+    # -- checks
+
+    @rule(back=st.integers(0, 200), seed=SEEDS, lose=st.booleans())
+    def crash_is_a_prefix(self, back: int, seed: int, lose: bool) -> None:
+        """What would be there if the power had failed at a moment that has passed."""
+        moment = max(0, len(self.device.events) - back)
+        image = self.device.image_after(moment, random_survival(Random(seed)))
+        if lose:
+            lose_newest_superblock(image)
+        self.check_image(image, self.candidates(moment))
+
+    def check_image(self, image: bytearray, candidates: list[Tree]) -> None:
+        """It is a state that may be, and work goes on from it."""
+        device = RecordingDevice(image)
+        with tempfile.TemporaryDirectory(dir=self.directory) as directory:
+            log = Path(directory, "log")
+            store = open_inline(device, log)
+            view = view_of(store, run)
+            self.matching(view, candidates)
+            self.check_work_goes_on(store, view)
+            run(store.close())
+            assert not log.exists()
+            store = open_inline(device, log)
+            expect_view(view, view_of(store, run), "after a clean end")
+            run(store.close())
+
+    def check_work_goes_on(self, store: Store, view: View) -> None:
+        """A new file can be written, and its ids are new; or there is no space."""
+        newest = audit_after_sync(store).newest_id
+        name = b"made after the crash"
+        try:
+            ino = run(store.create(ROOT, name, _FILE_MODE, 0, 0)).inode.ino
+        except OSError as failure:
+            assert failure.errno == errno.ENOSPC
+            return
+        assert ino > max(newest, *self.used, 0)
+        try:
+            run(store.write(ino, 0, b"w" * 100_000))
+        except OSError as failure:
+            assert failure.errno == errno.ENOSPC
+        audit_after_sync(store)
+        run(store.unlink(ROOT, name))
+        expect_view(view, view_of(store, run), "after more work")
+
+    def candidates(self, moment: int) -> list[Tree]:
+        """The states that may be found after a power cut at this moment."""
+        low = self.device.noted("confirmed", moment, 0)
+        high = self.device.noted("started", moment, 0)
+        note(f"power cut: operations up to {low} were confirmed, {high} were begun")
+        return self.states[low : high + 1]
+
+    def matching(self, view: View, candidates: list[Tree]) -> Tree:
+        for tree in reversed(candidates):
+            if tree.view() == view:
+                return tree
+        newest, oldest = candidates[-1].view(), candidates[0].view()
+        raise AssertionError(
+            f"no prefix of the operations; compared with the newest of {len(candidates)}: "
+            f"{difference(newest, view)}; with the oldest: {difference(oldest, view)}"
+        )
+
+    def expect(self, expected: View, when: str) -> None:
+        expect_view(expected, view_of(self.store, self.run), when)
+
+    def used_after_reopening(self) -> None:
+        """Ids are never used again, also when their operations are lost."""
+        assert self.store.superblock.id_floor > max(self.used, default=0)
+
+    def attributes(self) -> dict[int, Any]:
+        """All that stat tells of what has a name, but what it takes on the device."""
+        found = {}
+        for ino in self.tree.reachable():
+            inode = run(self.store.node(ino)).inode
+            names = [name for name in inode.__slots__ if name != "stored"]
+            found[ino] = [getattr(inode, name) for name in names]
+        return found
+
+    @invariant()
+    def lives(self) -> None:
+        if hasattr(self, "store"):
+            assert self.store.failure is None
+            self.forget_old_history()
+
+    def forget_old_history(self) -> None:
+        size = sum(len(getattr(event, "data", b"")) for event in self.device.events)
+        if size > _HISTORY_BYTES:
+            self.device.forget(len(self.device.events) // 2)
+
+    @rule(seed=SEEDS)
+    def check_everything(self, seed: int) -> None:
+        self.expect(self.tree.view(), "while it is open")
+        for ino in self.pinned:
+            size = self.tree.nodes[ino].content.size
+            data = bytes(self.run(self.store.read(ino, 0, size), seed))
+            assert data == bytes(self.tree.nodes[ino].content)
+        self.run(self.confirming(self.store.sync()), seed)
+        audit(self.store)
+
+
+class DeferredCrashMachine(CrashMachine):
+    """Several writes are in flight; they, and what waits for them, end in any order."""
+
+    executor: DeferredExecutor
+
+    def make_executor(self) -> DeferredExecutor:
+        return DeferredExecutor(self.device)
+
+    def run(self, step: Step[T], seed: int = 0) -> T:
+        self.executor.random.seed(seed)
+        return self.executor.run(step)
+
+    @rule(seed=SEEDS, steps=st.integers(1, 30))
+    def things_happen(self, seed: int, steps: int) -> None:
+        self.executor.random.seed(seed)
+        for _ in range(steps):
+            self.executor.happen()
+
+    @rule(seed=SEEDS, which=st.sampled_from(["sync", "checkpoint"]))
+    def begin_in_the_background(self, seed: int, which: str) -> None:
+        step = self.store.sync() if which == "sync" else self.store.checkpoint()
+        self.executor.begin(self.confirming(step))
+
+    def stop(self, seed: int) -> None:
+        self.executor.random.seed(seed)
+        self.executor.stops()
+
+    @rule(seed=SEEDS)
+    def check_everything(self, seed: int) -> None:
+        super().check_everything(seed)
+
+    @rule(seed=SEEDS)
+    def audit_when_idle(self, seed: int) -> None:
+        self.executor.random.seed(seed)
+        self.executor.settle()
+        self.run(self.store.sync(), seed)
+        self.executor.settle()
+        audit(self.store)
+
+
+def open_inline(device: RecordingDevice, log: Path) -> Store:
+    store = Store.open(device, "ring", InlineExecutor(), OperationLog(log, _LOG_LIMIT), _OPTIONS)
+    assert store.damage is None, store.damage
+    return store
+
+
+def audit_after_sync(store: Store) -> Any:
+    run(store.sync())
+    return audit(store)
+
+
+def expect_view(expected: View, found: View, when: str) -> None:
+    assert found == expected, f"{when}: {difference(expected, found)}"
+
+
+def lose_newest_superblock(image: bytearray) -> None:
+    """Where both slots are good, the older one alone must do."""
+    found = list(superblocks(image))
+    if len(found) == len(SUPERBLOCK_ADDRESSES):
+        address = max(found, key=lambda superblock: superblock.generation).address
+        image[address : address + BLOCK] = bytes(BLOCK)
+
+
+def superblocks(image: bytearray) -> Iterator[Superblock]:
+    for address in SUPERBLOCK_ADDRESSES:
+        try:
+            yield Superblock.unpack(bytes(image[address : address + BLOCK]))
+        except FormatError:
+            continue
+
+
+__all__ = ["CrashMachine", "DeferredCrashMachine", "DeviceError", "journal"]

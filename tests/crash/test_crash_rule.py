@@ -1,0 +1,28 @@
+"""The crash rule, under arbitrary operations and arbitrary cuts (see machine.py)."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.crash.machine import CrashMachine, DeferredCrashMachine
+
+_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+SHORT = settings(max_examples=60, stateful_step_count=40, **_COMMON)  # type: ignore[arg-type]
+LONG = settings(max_examples=2500, stateful_step_count=60, **_COMMON)  # type: ignore[arg-type]
+
+
+def test_state_after_a_crash_is_a_prefix_that_contains_what_was_confirmed() -> None:
+    run_state_machine_as_test(CrashMachine, settings=SHORT)
+
+
+def test_state_after_a_crash_with_writes_in_flight_is_such_a_prefix() -> None:
+    run_state_machine_as_test(DeferredCrashMachine, settings=SHORT)
+
+
+@pytest.mark.crash_long
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("machine", [CrashMachine, DeferredCrashMachine])
+def test_the_crash_rule_for_many_histories(machine: type[CrashMachine]) -> None:
+    run_state_machine_as_test(machine, settings=LONG)
