@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from kvfs.engine.format import DATA_START
@@ -36,9 +35,8 @@ def test_files_survive_unmount_and_mount(mounted: Mounter) -> None:
     data = os.urandom(3 * MIB + 5)
     (mounted.mountpoint / "session").mkdir()
     (mounted.mountpoint / "session" / "layer.000").write_bytes(data)
-    pid = mounted.pid
     mounted.umount()
-    assert not psutil.pid_exists(pid)
+    assert mounted.has_ended
     assert list(mounted.mountpoint.iterdir()) == []
     mounted.mount()
     assert (mounted.mountpoint / "session" / "layer.000").read_bytes() == data
@@ -127,9 +125,9 @@ def test_a_second_mount_is_refused_and_harms_nothing(mounted: Mounter) -> None:
 
 
 def test_a_log_that_cannot_be_written_is_named(mounter: Mounter) -> None:
-    log = mounter.image / "log"
+    log = mounter.directory
     line = error_line(kvfs("mount", mounter.mountpoint, mounter.image, "--log", log, check=False))
-    assert line == f"the log {log} cannot be written (Not a directory); choose one with --log FILE"
+    assert line == f"the log {log} cannot be written (Is a directory); choose one with --log FILE"
 
 
 # -- a daemon that dies or hangs
@@ -178,7 +176,7 @@ def test_a_hanging_daemon_can_be_detached(mounted: Mounter) -> None:
     assert kvfs("umount", "--force", mounted.mountpoint).stdout.startswith("detached ")
     assert not find_mount(mounted.mountpoint)
     os.kill(mounted.pid, signal.SIGCONT)
-    wait_until(lambda: not psutil.pid_exists(mounted.pid))
+    wait_until(lambda: mounted.has_ended)
 
 
 # -- unmount

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from kvfs.mount.mounts import find_mount
-from mount_tools.processes import wait_for_end
+from mount_tools.processes import has_ended, wait_for_end
 
 KVFS = Path(sys.executable).with_name("kvfs")
 COMMAND_SECONDS = 120
@@ -56,6 +56,12 @@ class Mounter:
         """Of the daemon of the last mount."""
         assert self._daemon is not None, "mount it first"
         return self._daemon.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether that daemon has."""
+        assert self._daemon is not None, "mount it first"
+        return has_ended(self._daemon)
 
     def mount(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """`kvfs mount`; a mount whose daemon was killed is cleared by it."""

@@ -1,0 +1,238 @@
+"""`kvfs ls` and `kvfs stat`: sessions, layers and the mount as a user sees them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvfs.mount.mounts import Mount
+from mount_tools import ls as ls_module
+from mount_tools.common import CommandError
+from tests.support.command import error_line
+from tests.support.mounter import Mounter, kvfs
+
+TOKENS = 3000
+ROW = (2, 3, 64)
+ROW_BYTES = 2 * 2 * 3 * 64
+MODEL = "SmolLM2 [tiny] 2x3x64 bfloat16 #1"
+
+
+def values() -> np.ndarray:
+    """What every layer holds: float32 that bfloat16 represents exactly."""
+    random = np.random.default_rng(7).normal(size=(TOKENS, *ROW)).astype(np.float32)
+    return (random.view(np.uint32) & 0xFFFF0000).view(np.float32)
+
+
+def make_session(directory: Path, layers: int) -> None:
+    """Layer files of bfloat16 as the adapter writes them."""
+    directory.mkdir(parents=True)
+    halves = (values().view(np.uint32) >> 16).astype(np.uint16)
+    for number in range(layers):
+        with (directory / f"layer.{number:03}").open("wb") as file:
+            os.setxattr(file.fileno(), "user.kvfs.codec", b"planes")
+            os.setxattr(file.fileno(), "user.kvfs.dtype", b"bfloat16")
+            os.setxattr(file.fileno(), "user.kvfs.shape", b"2,3,64")
+            file.write(halves.tobytes())
+    (directory / "tokens").write_bytes(bytes(4 * TOKENS))
+    fingerprint = {"layers": layers, "kv_heads": 3, "head_dim": 64, "dtype": "bfloat16"}
+    description = {"version": 1, "fingerprint": fingerprint, "rounds": [1000, TOKENS]}
+    (directory / "session.json").write_text(json.dumps(description))
+    os.setxattr(directory, "user.kvfs.model", MODEL.encode())
+
+
+@pytest.fixture(scope="module")
+def mounter(fuse: None) -> Iterator[Mounter]:
+    """Two sessions, one deep in the tree; a directory that is none; a raw layer file."""
+    made = Mounter("256M")
+    try:
+        made.mount()
+        make_session(made.mountpoint / "agent-1", 2)
+        make_session(made.mountpoint / "team" / "deep" / "agent-2", 1)
+        (made.mountpoint / "team" / "notes").mkdir()
+        (made.mountpoint / "team" / "notes" / "file").write_bytes(b"plain bytes")
+        (made.mountpoint / "loop").symlink_to(".")
+        # One fsync commits all that was answered before it.
+        fd = os.open(made.mountpoint / "team" / "notes" / "file", os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+        yield made
+    finally:
+        made.close()
+
+
+def facts(output: str) -> dict[str, str]:
+    lines = (line.split("  ", 1) for line in output.splitlines() if "  " in line)
+    return {name.strip(): value.strip() for name, value in lines}
+
+
+# -- ls
+
+
+def test_sessions_are_listed_at_any_depth(mounter: Mounter) -> None:
+    listed = json.loads(kvfs("ls", mounter.mountpoint, "--json").stdout)
+    assert [session["name"] for session in listed] == ["agent-1", "team/deep/agent-2"]
+    first, second = listed
+    assert (first["tokens"], first["layers"]) == (TOKENS, 2)
+    assert (second["tokens"], second["layers"]) == (TOKENS, 1)
+    assert first["model"] == MODEL
+    assert first["path"] == str(mounter.mountpoint / "agent-1")
+    assert first["size"] > 2 * TOKENS * ROW_BYTES
+    assert first["ratio"] == pytest.approx(first["size"] / first["stored"], abs=0.001)
+    assert first["ratio"] > 1.3
+    assert first["last_use"] == pytest.approx(os.stat(first["path"]).st_mtime, abs=60)
+
+
+def test_the_table_is_plain_where_it_is_no_terminal(mounter: Mounter) -> None:
+    header, first, second = kvfs("ls", mounter.mountpoint).stdout.splitlines()
+    assert header.split() == [
+        "session", "tokens", "layers", "size", "stored", "ratio", "last", "use", "model",
+    ]  # fmt: skip
+    assert first.startswith("agent-1 ")
+    assert first.endswith(MODEL)
+    assert second.startswith("team/deep/agent-2 ")
+
+
+def test_a_part_of_the_tree_is_listed(mounter: Mounter) -> None:
+    output = kvfs("ls", mounter.mountpoint / "team" / "deep", "--json").stdout
+    assert [session["name"] for session in json.loads(output)] == ["agent-2"]
+    notes = mounter.mountpoint / "team" / "notes"
+    assert kvfs("ls", notes).stdout == f"no sessions in {notes}\n"
+    assert json.loads(kvfs("ls", notes, "--json").stdout) == []
+
+
+def test_without_a_mountpoint_the_only_one_is_taken(
+    mounter: Mounter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mount = Mount(mounter.mountpoint, str(mounter.image), "0:0")
+    monkeypatch.setattr(ls_module, "mounts", lambda: [mount])
+    ls_module.ls(None, json_output=True)
+    assert len(json.loads(capsys.readouterr().out)) == 2
+    monkeypatch.setattr(ls_module, "mounts", lambda: [mount, mount])
+    with pytest.raises(CommandError, match="several KVFS are mounted, name one"):
+        ls_module.ls(None)
+    monkeypatch.setattr(ls_module, "mounts", list)
+    with pytest.raises(CommandError, match="no KVFS is mounted"):
+        ls_module.ls(None)
+
+
+def test_names_of_any_bytes_are_listed(kv_mount_bytes: Path) -> None:
+    assert kvfs("ls", kv_mount_bytes).stdout.splitlines()[1].startswith("a\\udcff\\nb ")
+
+
+@pytest.fixture
+def kv_mount_bytes(mounter: Mounter) -> Iterator[Path]:
+    """A directory with a session whose name is neither UTF-8 nor one line."""
+    top = mounter.mountpoint / "bytes"
+    session = top / os.fsdecode(b"a\xff\nb")
+    session.mkdir(parents=True)
+    (session / "layer.000").touch()
+    yield top
+    (session / "layer.000").unlink()
+    session.rmdir()
+    top.rmdir()
+
+
+# -- stat
+
+
+def test_a_mount_tells_its_state(mounter: Mounter) -> None:
+    document = json.loads(kvfs("stat", mounter.mountpoint, "--json").stdout)
+    assert document["pid"] == mounter.pid
+    assert document["mountpoint"] == str(mounter.mountpoint)
+    assert document["source"] == str(mounter.image)
+    assert {"uuid", "space", "counters", "errors"} <= document.keys()
+    shown = facts(kvfs("stat", mounter.mountpoint).stdout)
+    assert shown["pid"] == str(mounter.pid)
+    assert shown["space.total"].endswith(" MiB")
+    assert shown["damage"] == "-"
+
+
+def test_a_session_is_summed_up(mounter: Mounter) -> None:
+    session = mounter.mountpoint / "agent-1"
+    output = kvfs("stat", session).stdout
+    shown = facts(output)
+    assert shown["model"] == MODEL
+    assert shown["tokens"] == str(TOKENS)
+    assert shown["rounds"] == "2"
+    assert shown["model's kv_heads"] == "3"
+    assert [line.split()[0] for line in output.splitlines()[-4:]] == [
+        "layer.000",
+        "layer.001",
+        "session.json",
+        "tokens",
+    ]
+    document = json.loads(kvfs("stat", session, "--json").stdout)
+    assert document["kind"] == "session"
+    assert len(document["files"]) == 4
+    assert document["description"]["rounds"] == [1000, TOKENS]
+
+
+def test_a_layer_is_decoded(mounter: Mounter) -> None:
+    layer = mounter.mountpoint / "agent-1" / "layer.000"
+    document = json.loads(kvfs("stat", layer, "--json").stdout)
+    assert document["size"] == TOKENS * ROW_BYTES
+    assert document["stored"] == os.stat(layer).st_blocks * 512
+    assert (document["dtype"], document["shape"], document["tokens"]) == (
+        "bfloat16",
+        [*ROW],
+        TOKENS,
+    )
+    assert list(document["codecs"]) == ["planes"]
+    assert document["first_values"]["first K"] == values()[0, 0, 0, :6].tolist()
+    assert document["first_values"]["first V"] == values()[0, 1, 0, :6].tolist()
+    assert "extents" not in document
+    shown = facts(kvfs("stat", layer).stdout)
+    assert shown["shape of a row"] == "2 x 3 x 64"
+    assert float(shown["ratio"]) > 1.3
+
+
+def test_extents_cover_the_file(mounter: Mounter) -> None:
+    layer = mounter.mountpoint / "agent-1" / "layer.000"
+    document = json.loads(kvfs("stat", layer, "--extents", "--json").stdout)
+    assert sum(extent["length"] for extent in document["extents"]) == document["size"]
+    assert not document["extents_cut"]
+    table = kvfs("stat", layer, "--extents").stdout.split("\n\n")[1].splitlines()
+    assert table[0].split() == ["offset", "length", "stored", "codec", "address"]
+    assert len(table) == 1 + len(document["extents"])
+
+
+def test_a_file_without_a_shape_has_sizes_only(mounter: Mounter) -> None:
+    shown = facts(kvfs("stat", mounter.mountpoint / "team" / "notes" / "file").stdout)
+    assert shown["size"] == "11 B (11 bytes)"
+    assert "tokens" not in shown
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("float8_nonsense", "2,3,64"), ("float32", "two"), ("object", "1"), ("float32", "0,-1")],
+)
+def test_a_senseless_dtype_or_shape_is_shown_and_not_decoded(
+    mounter: Mounter, dtype: str, shape: str
+) -> None:
+    file = mounter.mountpoint / "team" / "notes" / "file"
+    os.setxattr(file, "user.kvfs.dtype", dtype.encode())
+    os.setxattr(file, "user.kvfs.shape", shape.encode())
+    shown = facts(kvfs("stat", file).stdout)
+    assert shown["dtype"] == dtype
+    assert not any(name.startswith("first") for name in shown)
+    os.removexattr(file, "user.kvfs.dtype")
+    os.removexattr(file, "user.kvfs.shape")
+
+
+def test_what_cannot_be_shown_is_one_line(mounter: Mounter, tmp_path: Path) -> None:
+    top = mounter.mountpoint
+    expected = {
+        tmp_path: "is not on KVFS; mount one with: kvfs mount MNT DEV",
+        top / "missing": "does not exist",
+        top / "team": "is no session; list those below it with: kvfs ls",
+    }
+    for path, message in expected.items():
+        assert message in error_line(kvfs("stat", path, check=False))
+    assert "--extents is for files" in error_line(kvfs("stat", top, "--extents", check=False))
+    file = top / "agent-1" / "tokens"
+    assert "look at a file with: kvfs stat" in error_line(kvfs("ls", file, check=False))
