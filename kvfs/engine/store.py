@@ -174,7 +174,9 @@ class Store:
         try:
             run(self._state.nodes.node(ROOT_INODE))
         except FileNotFoundError:
-            self._state.make_root(self._options.uid, self._options.gid, time.time_ns())
+            # Until it is in the ring each mount makes it anew: always with the same times.
+            created_ns = self.superblock.created_ns
+            self._state.make_root(self._options.uid, self._options.gid, created_ns)
 
     def _redo(self, op: ops.Operation, data: memoryview) -> None:
         # It was prepared on this very state before it was logged, so it succeeds again.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import secrets
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -59,7 +60,6 @@ class OperationLog:
     _token: bytes = b""
     _used: deque[_Chunk] = field(default_factory=deque)
     _idle: list[_Chunk] = field(default_factory=list)
-    _serial: int = 0
 
     def open(self, uuid: bytes, token: bytes, sequence: int) -> Iterator[BufferedOperation]:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -145,8 +145,8 @@ class OperationLog:
         return chunk
 
     def _create(self) -> _Chunk:
-        self._serial += 1
-        path = self.directory / f"chunk.{os.getpid()}.{self._serial}"
+        # Not by process id: the one before, whose chunks are still here, may have had it.
+        path = self.directory / f"chunk.{secrets.token_hex(8)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             # Space is taken before it is mapped: a full tmpfs is an errno, never SIGBUS.

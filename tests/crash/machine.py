@@ -25,10 +25,10 @@ from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvfs.engine import journal
 from kvfs.engine import store as store_module
+from kvfs.engine import superblocks as superblocks_module
 from kvfs.engine import writeback as writeback_module
-from kvfs.engine.device import DeviceError
+from kvfs.engine import writer as writer_module
 from kvfs.engine.format import BLOCK, DATA_START, SUPERBLOCK_ADDRESSES, FormatError, Superblock
 from kvfs.engine.io import InlineExecutor, Step, run
 from kvfs.engine.store import Store, StoreOptions
@@ -110,7 +110,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.directory = Path(tempfile.mkdtemp(prefix="kvfs-crash-", dir="/dev/shm"))
         self.states: list[Tree] = [Tree()]
-        self.used: set[int] = set()
+        self.used: list[int] = []
         self.pinned: list[int] = []
         self.opened = 0
 
@@ -134,12 +134,13 @@ class CrashMachine(RuleBasedStateMachine):
 
     @initialize(segments=st.integers(12, 16), batch=st.sampled_from([MIB // 4, MIB, 8 * MIB]))
     def begins(self, segments: int, batch: int) -> None:
-        for module in (store_module, writeback_module):
+        for module in (store_module, writer_module, writeback_module, superblocks_module):
             self.patches.enter_context(patch.object(module, "time", self.clock))
-        self.patches.enter_context(patch.object(store_module, "BATCH_SIZE", batch))
+        self.patches.enter_context(patch.object(writer_module, "BATCH_SIZE", batch))
         self.patches.enter_context(patch.object(oplog, "CHUNK_SIZE", _LOG_CHUNK))
-        self.device = RecordingDevice.of_size(DATA_START + segments * MIB)
-        format_device(self.device, MIB)
+        formatted = RecordingDevice.of_size(DATA_START + segments * MIB)
+        format_device(formatted, MIB)
+        self.device = RecordingDevice(formatted.image)
         self.open()
 
     def open(self) -> None:
@@ -213,8 +214,9 @@ class CrashMachine(RuleBasedStateMachine):
         if node is None:
             return None
         assert node.inode.ino not in self.used, "an inode number was given twice"
-        self.used.add(node.inode.ino)
         ino: int = node.inode.ino
+        self.used.append(ino)
+        self.device.note("used", len(self.used))
         return ino
 
     @rule(pick=PICKS, offset=OFFSETS, size=SIZES, seed=SEEDS)
@@ -358,6 +360,7 @@ class CrashMachine(RuleBasedStateMachine):
         moment = max(0, len(self.device.events) - back)
         image = self.device.image_after(moment, random_survival(Random(seed)))
         candidates = self.candidates(moment)
+        self.used = self.used_until(moment)
         shutil.rmtree(self.directory / "log")
         self.device = RecordingDevice(image)
         self.open()
@@ -376,9 +379,11 @@ class CrashMachine(RuleBasedStateMachine):
         image = self.device.image_after(moment, random_survival(Random(seed)))
         if lose:
             lose_newest_superblock(image)
-        self.check_image(image, self.candidates(moment))
+        self.check_image(image, self.candidates(moment), max(self.used_until(moment), default=0))
 
-    def check_image(self, image: bytearray, candidates: list[Tree]) -> None:
+    def check_image(
+        self, image: bytearray, candidates: list[Tree], newest_given: int
+    ) -> None:
         """It is a state that may be, and work goes on from it."""
         device = RecordingDevice(image)
         with tempfile.TemporaryDirectory(dir=self.directory) as directory:
@@ -386,14 +391,14 @@ class CrashMachine(RuleBasedStateMachine):
             store = open_inline(device, log)
             view = view_of(store, run)
             self.matching(view, candidates)
-            self.check_work_goes_on(store, view)
+            self.check_work_goes_on(store, view, newest_given)
             run(store.close())
             assert not log.exists()
             store = open_inline(device, log)
             expect_view(view, view_of(store, run), "after a clean end")
             run(store.close())
 
-    def check_work_goes_on(self, store: Store, view: View) -> None:
+    def check_work_goes_on(self, store: Store, view: View, newest_given: int) -> None:
         """A new file can be written, and its ids are new; or there is no space."""
         newest = audit_after_sync(store).newest_id
         name = b"made after the crash"
@@ -402,7 +407,7 @@ class CrashMachine(RuleBasedStateMachine):
         except OSError as failure:
             assert failure.errno == errno.ENOSPC
             return
-        assert ino > max(newest, *self.used, 0)
+        assert ino > max(newest, newest_given), "an id was given twice"
         try:
             run(store.write(ino, 0, b"w" * 100_000))
         except OSError as failure:
@@ -430,6 +435,10 @@ class CrashMachine(RuleBasedStateMachine):
 
     def expect(self, expected: View, when: str) -> None:
         expect_view(expected, view_of(self.store, self.run), when)
+
+    def used_until(self, moment: int) -> list[int]:
+        """The inode numbers that had been given by then."""
+        return self.used[: self.device.noted("used", moment, 0)]
 
     def used_after_reopening(self) -> None:
         """Ids are never used again, also when their operations are lost."""
@@ -535,6 +544,3 @@ def superblocks(image: bytearray) -> Iterator[Superblock]:
             yield Superblock.unpack(bytes(image[address : address + BLOCK]))
         except FormatError:
             continue
-
-
-__all__ = ["CrashMachine", "DeferredCrashMachine", "DeviceError", "journal"]

@@ -38,7 +38,7 @@ class Items:
     @classmethod
     def of(cls, store: Store) -> Items:
         items = cls()
-        for key, value in store._index.snapshot():
+        for key, value in store._writer.index.snapshot():
             items._add(key, value)
         return items
 
@@ -73,9 +73,9 @@ def audit(store: Store) -> Items:
     _check_names(items)
     _check_maps(items)
     _check_liveness(store, items)
-    assert store._index.inodes == len(items.inodes)
-    sizes = [ITEM_OVERHEAD + len(value) for _, value in store._index.snapshot()]
-    assert store._index.size == sum(sizes)
+    assert store._writer.index.inodes == store.usage().inodes == len(items.inodes)
+    sizes = [ITEM_OVERHEAD + len(value) for _, value in store._writer.index.snapshot()]
+    assert store._writer.index.size == sum(sizes)
     return items
 
 
@@ -124,11 +124,11 @@ def _check_maps(items: Items) -> None:
 
 
 def _check_liveness(store: Store, items: Items) -> None:
-    geometry = store._ring.geometry
+    geometry = store._writer.ring.geometry
     expected = Liveness(geometry.segment_count, geometry.segment_size)
-    for place in (*items.extents.values(), *store._checkpoint_places):
+    for place in (*items.extents.values(), *store._writer.checkpoint_places):
         assert geometry.contains(place.address, round_up(place.stored))
         expected.mark(place.address, place.stored)  # refuses what overlaps
-    live = store._ring.liveness
+    live = store._writer.ring.liveness
     assert live.live_blocks.tolist() == expected.live_blocks.tolist()
     assert live._bits == expected._bits

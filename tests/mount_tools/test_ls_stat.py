@@ -154,13 +154,14 @@ def test_a_mount_tells_its_state(mounter: Mounter) -> None:
 
 def test_a_session_is_summed_up(mounter: Mounter) -> None:
     session = mounter.mountpoint / "agent-1"
-    output = kvfs("stat", session).stdout
-    shown = facts(output)
+    summary, table = kvfs("stat", session).stdout.split("\n\n")
+    shown = facts(summary)
     assert shown["model"] == MODEL
     assert shown["tokens"] == str(TOKENS)
     assert shown["rounds"] == "2"
     assert shown["model's kv_heads"] == "3"
-    assert [line.split()[0] for line in output.splitlines()[-4:]] == [
+    assert [line.split()[0] for line in table.splitlines()] == [
+        "file",
         "layer.000",
         "layer.001",
         "session.json",
