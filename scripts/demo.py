@@ -463,6 +463,8 @@ def show_difference(
 
 def demo(directory: Path) -> bool:
     """Both runs in `directory`; whether the tokens are the same."""
+    # The daemon wants cores too, and torch threads that have to wait for one burn the others.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     with console.status("loading the model"):
         model, tokenizer = load_model()
     *turns, last_1, last_2 = interleaved_turns()
@@ -479,13 +481,13 @@ def demo(directory: Path) -> bool:
         caches = open_sessions(model, mount)
         restored = {agent: read_back(caches[agent], kept[agent], model) for agent in AGENTS}
         console.print("unmounted and mounted: KV of both sessions is the same, bit for bit\n")
+        show_files(mount)
+        show_sessions(restored, cold)
         for turn in last:
             baseline.turn(turn.agent, turn.messages, kept[turn.agent])
             mounted.turn(turn.agent, turn.messages, caches[turn.agent])
         for cache in caches.values():
             cache.close()
-        show_files(mount)
-        show_sessions(restored, cold)
     return compare(baseline, mounted, tokenizer)
 
 
@@ -508,6 +510,8 @@ def main() -> int:
     parser.add_argument("--dir", type=Path, help="put the image and the mountpoint below DIR")
     parser.add_argument("--keep", action="store_true", help="leave the image when done")
     options = parser.parse_args()
+    # Ends the program as an exception does, so that the mount is cleared.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("demo: terminated"))
     try:
         with work_directory(options.dir, options.keep) as directory:
             return 0 if demo(directory) else 1

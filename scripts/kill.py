@@ -125,7 +125,7 @@ def choose(rng: random.Random, tree: Tree) -> Action:
     names = sorted(tree)
     kinds = ["create", "write", "write", "write", "append", "append", "truncate", "rename", "sync"]
     kind = rng.choice([*kinds, "unlink"] if len(names) > 3 else kinds)
-    if kind == "create" and len(names) < 12 or not names:
+    if (kind == "create" and len(names) < 12) or not names:
         return Action("create", f"f{rng.randrange(1 << 40):010x}")
     name = rng.choice(names)
     size = len(tree[name])
@@ -185,10 +185,18 @@ def possible(found: Tree, expected: Tree, doubtful: Action) -> bool:
     # The kernel sends a long write in several requests.
     data, content = doubtful.data, found[doubtful.name]
     there = content[doubtful.offset : doubtful.offset + len(data)]
-    common = next((i for i, (a, b) in enumerate(zip(there, data)) if a != b), len(there))
+    common = _first_difference(there, data)
     partly = {name: bytearray(content) for name, content in expected.items()}
     _put(partly[doubtful.name], doubtful.offset, data[:common])
     return found == partly
+
+
+def _first_difference(left: bytes | bytearray, right: bytes | bytearray) -> int:
+    """The length of the shorter one when they do not differ before its end."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(left, right, strict=False)) if a != b),
+        min(len(left), len(right)),
+    )
 
 
 def report_difference(
@@ -202,7 +210,7 @@ def report_difference(
         if want is None or have is None:
             print(f"  {name}: {'lost' if have is None else 'should not be there'}")
             continue
-        first = next((i for i, (a, b) in enumerate(zip(want, have)) if a != b), None)
+        first = _first_difference(want, have)
         print(f"  {name}: {len(want)} bytes promised, {len(have)} found, differ from {first}")
 
 

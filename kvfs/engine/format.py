@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -52,6 +52,13 @@ def checksum(*parts: bytes | bytearray | memoryview) -> int:
     return state.intdigest()
 
 
+def _fields(layout: struct.Struct, data: bytes | memoryview, *, rest: bool = False) -> Any:
+    """The fields of a stored structure; with `rest`, more bytes may follow."""
+    if len(data) < layout.size or (len(data) > layout.size and not rest):
+        raise FormatError("a stored structure has a wrong length")
+    return layout.unpack_from(data)
+
+
 def round_up(size: int, to: int = BLOCK) -> int:
     """The smallest multiple of `to` that holds `size` bytes."""
     return -(-size // to) * to
@@ -81,7 +88,8 @@ class Pointer:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Pointer:
-        return cls(*cls.STRUCT.unpack(data))
+        """Raises FormatError on a wrong length."""
+        return cls(*_fields(cls.STRUCT, data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +114,8 @@ class Position:
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Position:
-        segment, next_segment, offset, sequence, previous = cls.STRUCT.unpack(data)
+        """Raises FormatError on a wrong length."""
+        segment, next_segment, offset, sequence, previous = _fields(cls.STRUCT, data)
         return cls(segment, offset, next_segment, sequence, previous)
 
 
@@ -333,10 +342,11 @@ class RecordHeader:
 
     @classmethod
     def unpack_from(cls, data: bytes | memoryview, at: int) -> RecordHeader:
+        """Raises FormatError when the bytes end before it does."""
         (
             kind, codec, item_size, cipher, key_id, session_id, object_id, extent_id, offset,
             size, stored, payload, check,
-        ) = cls.STRUCT.unpack_from(data, at)  # fmt: skip
+        ) = _fields(cls.STRUCT, data[at : at + cls.SIZE])  # fmt: skip
         return cls(
             kind, codec, item_size, session_id, object_id, extent_id, offset, size, stored,
             payload, check, cipher, key_id,
@@ -449,7 +459,8 @@ class Inode:
 
     @classmethod
     def unpack(cls, ino: int, value: bytes) -> Inode:
-        inode = cls(ino, *cls.STRUCT.unpack_from(value))
+        """Raises FormatError when it is cut."""
+        inode = cls(ino, *_fields(cls.STRUCT, value, rest=True))
         inode.name = value[cls.STRUCT.size :]
         return inode
 
@@ -467,7 +478,8 @@ class Dentry:
 
     @classmethod
     def unpack(cls, value: bytes) -> Dentry:
-        ino, type_ = cls.STRUCT.unpack_from(value)
+        """Raises FormatError when it is cut."""
+        ino, type_ = _fields(cls.STRUCT, value, rest=True)
         return cls(ino, type_, value[cls.STRUCT.size :])
 
 
@@ -481,7 +493,10 @@ class Xattr:
 
     @classmethod
     def unpack(cls, value: bytes) -> Xattr:
-        end = 1 + value[0]
+        """Raises FormatError when it is cut."""
+        end = 1 + value[0] if value else 1
+        if end > len(value):
+            raise FormatError("an extended attribute is cut")
         return cls(value[1:end], value[end:])
 
 
@@ -505,7 +520,8 @@ class Slice:
 
     @classmethod
     def unpack(cls, offset: int, value: bytes) -> Slice:
-        extent_id, skew, length = cls.STRUCT.unpack(value)
+        """Raises FormatError on a wrong length."""
+        extent_id, skew, length = _fields(cls.STRUCT, value)
         return cls(offset, length, extent_id, skew)
 
 
@@ -533,7 +549,8 @@ class Extent:
 
     @classmethod
     def unpack(cls, extent_id: int, value: bytes) -> Extent:
-        address, stored, size, codec, item_size, cipher, key_id, check = cls.STRUCT.unpack(value)
+        """Raises FormatError on a wrong length."""
+        address, stored, size, codec, item_size, cipher, key_id, check = _fields(cls.STRUCT, value)
         return cls(extent_id, address, stored, size, codec, item_size, check, cipher, key_id)
 
     @property

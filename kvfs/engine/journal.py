@@ -140,7 +140,7 @@ def read_checkpoint(device: Device, pointer: Pointer) -> tuple[list[Item], list[
     if pointer.stored == 0:
         return [], []
     root = _read_pointer(device, pointer)
-    (count,) = _COUNT.unpack_from(root)
+    count = int.from_bytes(root[: _COUNT.size], "little")
     size = Pointer.STRUCT.size
     if len(root) != _COUNT.size + count * size:
         raise FormatError("the checkpoint's list of chunks is cut")

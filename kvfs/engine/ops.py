@@ -138,7 +138,10 @@ def pack(operation: Operation) -> bytes:
 
 def unpack(data: bytes) -> Operation:
     """Raises ValueError (or a subclass) when the bytes are no operation."""
-    code, *values = msgpack.unpackb(data, raw=False)
-    if code not in _TYPES:
-        raise ValueError(f"operation {code} is unknown to this release")
-    return _TYPES[code](*values)
+    try:
+        code, *values = msgpack.unpackb(data, raw=False)
+        if code not in _TYPES:
+            raise ValueError(f"operation {code} is unknown to this release")
+        return _TYPES[code](*values)
+    except TypeError as fault:
+        raise ValueError(f"no operation: {fault}") from None

@@ -243,9 +243,12 @@ class Writer:
 
     @property
     def _checkpoint_due(self) -> bool:
-        """One is wanted, and all that it was asked to describe has its place."""
+        """One is wanted, and all that it was asked to describe has its place. A batch may
+        be without an operation of its own: the root's."""
         wanted = self._checkpoint
-        return wanted is not None and self._placed_operation >= wanted.operation
+        if wanted is None:
+            return False
+        return not self._sealed or self._sealed[0].operation > wanted.operation
 
     def _encode(self, batch: Batch) -> None:
         if batch.encoding is None:

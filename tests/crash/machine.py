@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from hypothesis import note
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvfs.engine import store as store_module
 from kvfs.engine import superblocks as superblocks_module
@@ -38,7 +38,7 @@ from kvfs.tiers.oplog import OperationLog
 from tests.crash.model import ROOT, Tree, View, difference, view_of
 from tests.engine.audit import audit
 from tests.engine.deferred import DeferredExecutor
-from tests.support.devices import RecordingDevice, random_survival
+from tests.support.devices import Flushed, RecordingDevice, random_survival
 
 T = TypeVar("T")
 MIB = 1024 * 1024
@@ -59,7 +59,12 @@ SIZES = st.one_of(
     st.integers(1, 400_000),
 )
 OFFSETS = st.one_of(st.integers(0, 10_000), st.integers(0, 100).map(lambda b: b * 4096))
-XATTRS = st.one_of(
+KINDS = st.sampled_from(["file", "file", "directory", "symlink", "link"])
+RENAMES = st.sampled_from(["replace", "replace", "noreplace", "exchange"])
+ENDS = st.sampled_from(["closed", "killed", "killed", "power cut"])
+CHANGES = st.one_of(
+    st.tuples(st.none(), st.sampled_from([0o600, 0o755])),
+    st.tuples(st.sampled_from([b"user.kvfs.codec", b"user.x", b"user.large"]), st.none()),
     st.tuples(st.just(b"user.kvfs.codec"), st.sampled_from([b"auto", b"none", b"zstd", b"planes"])),
     st.tuples(st.just(b"user.kvfs.dtype"), st.sampled_from([b"bfloat16", b"float32", b"odd"])),
     st.tuples(st.sampled_from([b"user.x", b"user." + b"y" * 250]), st.binary(max_size=20)),
@@ -142,6 +147,9 @@ class CrashMachine(RuleBasedStateMachine):
         format_device(formatted, MIB)
         self.device = RecordingDevice(formatted.image)
         self.open()
+        directory = self.make(ROOT, b"session", _DIRECTORY_MODE)
+        for parent in (ROOT, directory or ROOT):
+            self.make(parent, b"layer.000", _FILE_MODE)
 
     def open(self) -> None:
         self.pinned = []
@@ -188,8 +196,9 @@ class CrashMachine(RuleBasedStateMachine):
         return directories[pick % len(directories)]
 
     def a_file(self, pick: int) -> int | None:
+        """One with a name, or one that is only held. None when a new one has no space."""
         files = [*self.tree.files(), *self.pinned]
-        return files[pick % len(files)] if files else None
+        return files[pick % len(files)] if files else self.make(ROOT, b"another", _FILE_MODE)
 
     def a_name(self, pick: int) -> tuple[int, bytes] | None:
         names = self.tree.names()
@@ -197,13 +206,21 @@ class CrashMachine(RuleBasedStateMachine):
 
     # -- operations
 
-    @rule(pick=PICKS, name=NAMES, mode=st.sampled_from([_FILE_MODE] * 3 + [_DIRECTORY_MODE]))
-    def create(self, pick: int, name: bytes, mode: int) -> None:
-        self.make(self.a_directory(pick), name, mode)
-
-    @rule(pick=PICKS, name=NAMES, points_to=st.binary(min_size=1, max_size=300))
-    def symlink(self, pick: int, name: bytes, points_to: bytes) -> None:
-        self.make(self.a_directory(pick), name, _LINK_MODE, points_to)
+    @rule(pick=PICKS, name=NAMES, kind=KINDS, points_to=st.binary(min_size=1, max_size=300))
+    def create(self, pick: int, name: bytes, kind: str, points_to: bytes) -> None:
+        parent = self.a_directory(pick)
+        match kind:
+            case "file":
+                self.make(parent, name, _FILE_MODE)
+            case "directory":
+                self.make(parent, name, _DIRECTORY_MODE)
+            case "symlink":
+                self.make(parent, name, _LINK_MODE, points_to)
+            case "link":
+                ino = self.a_file(pick)
+                if ino is not None:
+                    step = self.store.link(ino, parent, name)
+                    self.do(step, lambda tree, _: tree.link(ino, parent, name))
 
     def make(self, parent: int, name: bytes, mode: int, target: bytes = b"") -> int | None:
         def made(tree: Tree, node: Any) -> Tree:
@@ -225,14 +242,18 @@ class CrashMachine(RuleBasedStateMachine):
         if ino is not None:
             self.write_to(ino, offset, content(seed, size), seed)
 
-    @rule(pick=PICKS, size=SIZES, seed=SEEDS)
-    def append(self, pick: int, size: int, seed: int) -> None:
-        ino = self.a_file(pick)
-        if ino is not None:
-            self.write_to(ino, self.tree.nodes[ino].content.size, content(seed, size), seed)
+    @rule(picks=st.lists(PICKS, min_size=1, max_size=6), size=SIZES, seed=SEEDS)
+    def append(self, picks: list[int], size: int, seed: int) -> None:
+        """To several files in turn, as a stream of tokens to the layers."""
+        for pick in picks:
+            ino = self.a_file(pick)
+            if ino is not None:
+                end = self.tree.nodes[ino].content.size
+                self.write_to(ino, end, content(seed + pick, size), seed)
 
-    @rule(pick=PICKS, times=st.integers(1, 14), seed=SEEDS)
+    @rule(pick=PICKS, times=st.integers(1, 12), seed=SEEDS)
     def fill(self, pick: int, times: int, seed: int) -> None:
+        """Large writes, until the ring is full perhaps."""
         ino = self.a_file(pick)
         for number in range(times if ino is not None else 0):
             data = Random(seed + number).randbytes(MIB)
@@ -250,19 +271,7 @@ class CrashMachine(RuleBasedStateMachine):
             step = self.store.set_attributes(ino, size=size)
             self.do(step, lambda tree, _: tree.truncate(ino, size), seed)
 
-    @rule(pick=PICKS, mode=st.sampled_from([0o600, 0o755]))
-    def chmod(self, pick: int, mode: int) -> None:
-        inos = self.tree.reachable()
-        ino = inos[pick % len(inos)]
-        self.do(self.store.set_attributes(ino, mode=mode), lambda tree, _: tree.chmod(ino, mode))
-
-    @rule(
-        pick=PICKS,
-        to=PICKS,
-        new=NAMES,
-        how=st.sampled_from(["replace", "replace", "noreplace", "exchange"]),
-        seed=SEEDS,
-    )
+    @rule(pick=PICKS, to=PICKS, new=NAMES, how=RENAMES, seed=SEEDS)
     def rename(self, pick: int, to: int, new: bytes, how: str, seed: int) -> None:
         old, parent = self.a_name(pick), self.a_directory(to)
         if old is not None:
@@ -280,37 +289,31 @@ class CrashMachine(RuleBasedStateMachine):
         else:
             self.do(self.store.unlink(*name), lambda tree, _: tree.unlink(*name), seed)
 
-    @rule(pick=PICKS, to=PICKS, name=NAMES)
-    def link(self, pick: int, to: int, name: bytes) -> None:
-        ino, parent = self.a_file(pick), self.a_directory(to)
-        if ino is not None:
-            self.do(self.store.link(ino, parent, name), lambda t, _: t.link(ino, parent, name))
-
-    @rule(pick=PICKS, xattr=XATTRS)
-    def set_xattr(self, pick: int, xattr: tuple[bytes, bytes]) -> None:
+    @rule(pick=PICKS, change=CHANGES)
+    def change_attributes(self, pick: int, change: tuple[bytes | None, Any]) -> None:
+        """The mode, or an xattr: set it, or remove it."""
         inos = self.tree.reachable()
-        ino = inos[pick % len(inos)]
-        self.do(self.store.set_xattr(ino, *xattr), lambda tree, _: tree.set_xattr(ino, *xattr))
+        ino, (name, value) = inos[pick % len(inos)], change
+        if name is None:
+            step = self.store.set_attributes(ino, mode=value)
+            self.do(step, lambda tree, _: tree.chmod(ino, value))
+        elif value is None:
+            self.do(self.store.remove_xattr(ino, name), lambda t, _: t.remove_xattr(ino, name))
+        else:
+            self.do(
+                self.store.set_xattr(ino, name, value), lambda t, _: t.set_xattr(ino, name, value)
+            )
 
-    @rule(pick=PICKS, xattr=XATTRS)
-    def remove_xattr(self, pick: int, xattr: tuple[bytes, bytes]) -> None:
-        inos = self.tree.reachable()
-        ino, name = inos[pick % len(inos)], xattr[0]
-        self.do(self.store.remove_xattr(ino, name), lambda tree, _: tree.remove_xattr(ino, name))
-
-    @rule(pick=PICKS)
-    def hold(self, pick: int) -> None:
+    @rule(pick=PICKS, seed=SEEDS)
+    def hold_or_let_go(self, pick: int, seed: int) -> None:
         """As an open file does: it lives on without a name."""
-        ino = self.a_file(pick)
-        if ino is not None:
-            self.run(self.store.pin(ino))
-            self.pinned.append(ino)
-
-    @precondition(lambda self: self.pinned)
-    @rule(seed=SEEDS)
-    def let_go(self, seed: int) -> None:
-        ino = self.pinned.pop(seed % len(self.pinned))
-        self.run(self.store.unpin(ino), seed)
+        if len(self.pinned) > seed % 4:
+            self.run(self.store.unpin(self.pinned.pop(pick % len(self.pinned))), seed)
+        else:
+            ino = self.a_file(pick)
+            if ino is not None:
+                self.run(self.store.pin(ino))
+                self.pinned.append(ino)
 
     @rule(pick=PICKS, offset=OFFSETS, size=SIZES, seed=SEEDS)
     def read(self, pick: int, offset: int, size: int, seed: int) -> None:
@@ -321,13 +324,10 @@ class CrashMachine(RuleBasedStateMachine):
 
     # -- durability
 
-    @rule(seed=SEEDS)
-    def sync(self, seed: int) -> None:
-        self.run(self.confirming(self.store.sync()), seed)
-
-    @rule(seed=SEEDS)
-    def checkpoint(self, seed: int) -> None:
-        self.run(self.confirming(self.store.checkpoint()), seed)
+    @rule(which=st.sampled_from(["sync", "sync", "checkpoint"]), seed=SEEDS)
+    def make_durable(self, which: str, seed: int) -> None:
+        step = self.store.sync() if which == "sync" else self.store.checkpoint()
+        self.run(self.confirming(step), seed)
 
     @rule(seconds=st.sampled_from([5, 30, 400]), seed=SEEDS)
     def time_passes(self, seconds: int, seed: int) -> None:
@@ -335,29 +335,37 @@ class CrashMachine(RuleBasedStateMachine):
         self.clock.now += seconds
         self.run(self.store.tick(), seed)
 
-    @rule(seed=SEEDS)
-    def reopen(self, seed: int) -> None:
+    @rule(how=ENDS, back=st.integers(0, 10), seed=SEEDS)
+    def end(self, how: str, back: int, seed: int) -> None:
+        match how:
+            case "closed":
+                self.close_and_open(seed)
+            case "killed":
+                self.killed(seed)
+            case "power cut":
+                self.power_cut(back, seed)
+
+    def close_and_open(self, seed: int) -> None:
+        expected, attributes = self.tree.view(), self.attributes()
         self.run(self.confirming(self.store.close()), seed)
         self.open()
-        self.used_after_reopening()
         assert self.store.counters.recovered_operations == 0
         assert self.store.counters.replayed_frames == 0
+        self.expect(expected, "after a clean end")
+        assert self.attributes() == attributes
 
-    @rule(seed=SEEDS)
     def killed(self, seed: int) -> None:
         """SIGKILL: the machine lives on, and with it the tmpfs."""
         expected, attributes = self.tree.view(), self.attributes()
         self.stop(seed)
         self.open()
         self.expect(expected, "after SIGKILL")
-        self.used_after_reopening()
         assert self.attributes() == attributes
 
-    @rule(back=st.integers(0, 40), seed=SEEDS)
     def power_cut(self, back: int, seed: int) -> None:
         """It takes the tmpfs with it, and what no flush covered, or some of that."""
         self.stop(seed)
-        moment = max(0, len(self.device.events) - back)
+        moment = self.a_moment(back, seed)
         image = self.device.image_after(moment, random_survival(Random(seed)))
         candidates = self.candidates(moment)
         self.used = self.used_until(moment)
@@ -365,25 +373,32 @@ class CrashMachine(RuleBasedStateMachine):
         self.device = RecordingDevice(image)
         self.open()
         self.states = [self.matching(view_of(self.store, self.run), candidates)]
-        self.used_after_reopening()
+        self.device.note("used", len(self.used))
 
     def stop(self, seed: int) -> None:
         """The process ends without a word."""
 
     # -- checks
 
-    @rule(back=st.integers(0, 200), seed=SEEDS, lose=st.booleans())
-    def crash_is_a_prefix(self, back: int, seed: int, lose: bool) -> None:
+    @rule(backs=st.lists(st.integers(0, 60), min_size=1, max_size=4), seed=SEEDS)
+    def crash_is_a_prefix(self, backs: list[int], seed: int) -> None:
         """What would be there if the power had failed at a moment that has passed."""
-        moment = max(0, len(self.device.events) - back)
-        image = self.device.image_after(moment, random_survival(Random(seed)))
-        if lose:
-            lose_newest_superblock(image)
-        self.check_image(image, self.candidates(moment), max(self.used_until(moment), default=0))
+        for number, back in enumerate(backs):
+            moment = self.a_moment(back, seed + number)
+            image = self.device.image_after(moment, random_survival(Random(seed + number)))
+            if seed % 3 == 0:
+                lose_newest_superblock(image)
+            newest_given = max(self.used_until(moment), default=0)
+            self.check_image(image, self.candidates(moment), newest_given)
 
-    def check_image(
-        self, image: bytearray, candidates: list[Tree], newest_given: int
-    ) -> None:
+    def a_moment(self, back: int, seed: int) -> int:
+        """Any, or one before a flush: that is when most is at stake."""
+        events = self.device.events
+        flushes = [at for at, event in enumerate(events) if isinstance(event, Flushed)]
+        moments = flushes if flushes and seed % 2 else range(len(events) + 1)
+        return moments[-1 - back % len(moments)]
+
+    def check_image(self, image: bytearray, candidates: list[Tree], newest_given: int) -> None:
         """It is a state that may be, and work goes on from it."""
         device = RecordingDevice(image)
         with tempfile.TemporaryDirectory(dir=self.directory) as directory:
@@ -440,10 +455,6 @@ class CrashMachine(RuleBasedStateMachine):
         """The inode numbers that had been given by then."""
         return self.used[: self.device.noted("used", moment, 0)]
 
-    def used_after_reopening(self) -> None:
-        """Ids are never used again, also when their operations are lost."""
-        assert self.store.superblock.id_floor > max(self.used, default=0)
-
     def attributes(self) -> dict[int, Any]:
         """All that stat tells of what has a name, but what it takes on the device."""
         found = {}
@@ -472,7 +483,11 @@ class CrashMachine(RuleBasedStateMachine):
             data = bytes(self.run(self.store.read(ino, 0, size), seed))
             assert data == bytes(self.tree.nodes[ino].content)
         self.run(self.confirming(self.store.sync()), seed)
+        self.idle(seed)
         audit(self.store)
+
+    def idle(self, seed: int) -> None:
+        """Nothing is under way any longer."""
 
 
 class DeferredCrashMachine(CrashMachine):
@@ -502,17 +517,9 @@ class DeferredCrashMachine(CrashMachine):
         self.executor.random.seed(seed)
         self.executor.stops()
 
-    @rule(seed=SEEDS)
-    def check_everything(self, seed: int) -> None:
-        super().check_everything(seed)
-
-    @rule(seed=SEEDS)
-    def audit_when_idle(self, seed: int) -> None:
+    def idle(self, seed: int) -> None:
         self.executor.random.seed(seed)
         self.executor.settle()
-        self.run(self.store.sync(), seed)
-        self.executor.settle()
-        audit(self.store)
 
 
 def open_inline(device: RecordingDevice, log: Path) -> Store:
