@@ -88,9 +88,10 @@ def _work_and_exit(
         work(lambda: tell(_READY))
         status = 0
     except Exception as failure:
-        logging.error("%s", explain(failure), exc_info=not waiting)
+        reason = explain(failure)
+        logging.error("%s", reason, exc_info=not waiting)
         if waiting:
-            tell(_FAILED + explain(failure).encode())
+            tell(_FAILED + reason.encode())
     except BaseException:
         traceback.print_exc()
     finally:

@@ -239,7 +239,11 @@ def _explain(failure: BaseException, log: Path | None) -> str:
             return "pyfuse3 is not installed; install it with: pip install 'kvfs[mount]'"
         case OSError():
             return describe_os_error(failure) + where
-    return f"{failure}{where}"
+        case RuntimeError():
+            # libfuse's own reason went to stderr.
+            return f"{failure}{where}"
+    logging.error("unexpected", exc_info=failure)
+    return f"{failure or type(failure).__name__}{where}"
 
 
 # -- what the user is told

@@ -248,18 +248,11 @@ def fresh_mount(directory: Path) -> Iterator[Mount]:
 
 
 def _clear(point: Path) -> None:
-    with suppress(DemoError):
-        run(KVFS, "umount", point)
-    if os.path.ismount(point) or not _is_alive(point):
-        subprocess.run(["umount", "--lazy", str(point)], capture_output=True)
-
-
-def _is_alive(point: Path) -> bool:
-    try:
-        os.stat(point)
-    except OSError:
-        return False
-    return True
+    """Unmount; where a run that failed holds files open, the daemon ends when they close."""
+    for options in ((), ("--force",)):
+        with suppress(DemoError):
+            run(KVFS, "umount", *options, point)
+            return
 
 
 def drop_page_cache() -> bool:

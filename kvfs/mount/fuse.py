@@ -304,7 +304,7 @@ class Filesystem(pyfuse3.Operations):
         if start_id < _DOT and not pyfuse3.readdir_reply(token, b".", _node_attributes(node), _DOT):
             return
         if start_id < _DOT_DOT:
-            parent = await self._run(self._store.node(node.inode.parent))
+            parent = await self._parent(node)
             if not pyfuse3.readdir_reply(token, b"..", _node_attributes(parent), _DOT_DOT):
                 return
         while True:
@@ -384,6 +384,13 @@ class Filesystem(pyfuse3.Operations):
             mode |= stat.S_ISGID if stat.S_ISDIR(mode) else 0
         step = self._store.create(parent, name, mode, ctx.uid, gid, rdev=rdev, target=target)
         return self._remember(await self._run(step))
+
+    async def _parent(self, node: Node) -> Node:
+        """Of a directory; itself where the parent was removed while both were held."""
+        try:
+            return await self._run(self._store.node(node.inode.parent))
+        except FileNotFoundError:
+            return node
 
     async def _open(self, ino: int, flags: int) -> FileInfo:
         direct = bool(flags & os.O_DIRECT)

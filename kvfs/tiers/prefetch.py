@@ -6,26 +6,43 @@ order of its directory's names, gets the next layers before asking for them.
 
 from __future__ import annotations
 
+import logging
 import stat
 from dataclasses import dataclass, field
+
+from cachetools import LRUCache
 
 from kvfs.engine.format import Extent
 from kvfs.engine.io import Step
 from kvfs.engine.store import Store
 
+log = logging.getLogger(__name__)
+
 _WINDOW_MIN = 1024 * 1024
 _SIBLINGS_MAX = 1024
+_DIRECTORIES_MAX = 1024
+# The kernel's own read-ahead asks for the next ranges at once, not always in order.
+_OUT_OF_ORDER = 4 * 1024 * 1024
 
 
 @dataclass(slots=True)
 class Reader:
-    """What is known of the reader of one open file. Offsets and sizes in bytes."""
+    """What is known of the reader of one open file. Offsets and sizes in bytes: the
+    next one of a sequential reader, how much is read ahead for it, and up to where."""
 
     ino: int
     expected: int = 0
-    window: int = _WINDOW_MIN
+    window: int = _WINDOW_MIN // 2
     ahead: int = 0
     in_order: bool = False
+
+    def saw(self, offset: int, length: int, window_max: int) -> None:
+        if self.expected - _OUT_OF_ORDER <= offset <= max(self.expected, self.ahead):
+            self.window = min(max(2 * self.window, _WINDOW_MIN), window_max)
+            self.expected = max(self.expected, offset + length)
+        else:
+            self.window = 0
+            self.expected = self.ahead = offset + length
 
 
 @dataclass(slots=True)
@@ -40,17 +57,24 @@ class _Siblings:
 
 @dataclass(slots=True)
 class LookAhead:
-    """Starts reads; never waits for them, and starts none when the queue is long."""
+    """Starts reads; never waits for them, starts none when the queue is long, and fails
+    nobody: what is wrong with a file is told to who asks for it."""
 
     store: Store
     window_max: int
-    _directories: dict[int, _Siblings] = field(default_factory=dict)
+    _directories: LRUCache[int, _Siblings] = field(
+        default_factory=lambda: LRUCache(_DIRECTORIES_MAX)
+    )
 
     def opened(self, ino: int) -> Step[Reader]:
         """A file was opened for reading."""
         reader = Reader(ino)
-        node = yield from self.store.node(ino)
-        siblings = yield from self._siblings(node.inode.parent)
+        try:
+            node = yield from self.store.node(ino)
+            siblings = yield from self._siblings(node.inode.parent)
+        except OSError as failure:
+            log.debug("no look-ahead for inode %d: %s", ino, failure)
+            return reader
         place = siblings.place.get(ino)
         if place is not None:
             reader.in_order = place == siblings.last_opened + 1
@@ -59,16 +83,15 @@ class LookAhead:
 
     def reads(self, reader: Reader, offset: int, length: int) -> Step[None]:
         """A read is about to be answered: start what comes behind it."""
-        if offset != reader.expected:
-            reader.window, reader.ahead = _WINDOW_MIN, offset
-        else:
-            reader.window = min(2 * reader.window, self.window_max)
-        reader.expected = offset + length
+        reader.saw(offset, length, self.window_max)
         start = max(reader.ahead, offset)
         end = reader.expected + reader.window
-        if end - start >= min(_WINDOW_MIN, reader.window) or offset == 0:
+        if end - start >= _WINDOW_MIN:
             reader.ahead = end
-            yield from self._start(reader, start, end)
+            try:
+                yield from self._start(reader, start, end)
+            except OSError as failure:
+                log.debug("look-ahead in inode %d: %s", reader.ino, failure)
 
     def _start(self, reader: Reader, start: int, end: int) -> Step[None]:
         node = yield from self.store.node(reader.ino)

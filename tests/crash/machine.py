@@ -482,6 +482,7 @@ class CrashMachine(RuleBasedStateMachine):
             size = self.tree.nodes[ino].content.size
             data = bytes(self.run(self.store.read(ino, 0, size), seed))
             assert data == bytes(self.tree.nodes[ino].content)
+        self.idle(seed)
         self.run(self.confirming(self.store.sync()), seed)
         self.idle(seed)
         audit(self.store)

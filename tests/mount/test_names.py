@@ -220,3 +220,14 @@ def test_statvfs_is_filled_in(kv_mount: Path) -> None:
     assert 0 < status.f_bavail <= status.f_bfree <= status.f_blocks
     assert 0 < status.f_ffree < status.f_files
     assert (kv_mount / "f").stat().st_blksize >= 128 * 1024
+
+
+def test_a_directory_that_was_removed_while_held_is_empty_and_answers(kv_mount: Path) -> None:
+    (kv_mount / "a" / "b").mkdir(parents=True)
+    held = os.open(kv_mount / "a" / "b", os.O_RDONLY | os.O_DIRECTORY)
+    (kv_mount / "a" / "b").rmdir()
+    (kv_mount / "a").rmdir()
+    assert os.listdir(held) == []
+    assert os.fstat(held).st_nlink == 0
+    assert errno_of(lambda: os.open("x", os.O_CREAT, dir_fd=held)) == errno.ENOENT
+    os.close(held)
