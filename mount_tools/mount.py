@@ -29,6 +29,8 @@ from mount_tools.mountpoints import State, Stats, canonical, detach, read_stats,
 if TYPE_CHECKING:
     from kvfs.mount.daemon import MountConfig
 
+log = logging.getLogger(__name__)
+
 _OPTIONS = ("ro", "rw", "allow_other")
 _FUSE_CONFIG = Path("/etc/fuse.conf")
 _SYSTEM_LOGS = Path("/var/log/kvfs")
@@ -51,9 +53,10 @@ def mount(
             show_default=False,
         ),
     ] = None,
-    log: Annotated[
+    log_file: Annotated[
         Path | None,
         typer.Option(
+            "--log",
             metavar="FILE",
             help="The daemon's log. [default: under /var/log/kvfs, or ~/.local/state/kvfs]",
             show_default=False,
@@ -108,9 +111,11 @@ def mount(
     if foreground:
         _serve_in_foreground(make_config)
         return
-    log = (log or _default_log(mountpoint)).absolute()
-    run_in_background(lambda ready: _serve(make_config, ready), lambda f: _explain(f, log), log)
-    _report(mountpoint, read_stats(mountpoint), log)
+    log_file = (log_file or _default_log(mountpoint)).absolute()
+    run_in_background(
+        lambda ready: _serve(make_config, ready), lambda f: _explain(f, log_file), log_file
+    )
+    _report(mountpoint, read_stats(mountpoint), log_file)
 
 
 # -- checks
@@ -202,18 +207,20 @@ def _serve(make_config: Callable[[], MountConfig], ready: Callable[[], None]) ->
     # Imported in the daemon alone: libraries behind it start threads, which no fork survives.
     from kvfs.mount.daemon import serve
 
-    serve(make_config(), ready)
+    config = make_config()
+
+    def mounted() -> None:
+        log.info("mounted %s on %s", config.source, config.mountpoint)
+        ready()
+
+    serve(config, mounted)
+    log.info("unmounted %s", config.mountpoint)
 
 
 def _serve_in_foreground(make_config: Callable[[], MountConfig]) -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-
-    def ready() -> None:
-        _notify_supervisor()
-        logging.info("mounted")
-
     try:
-        _serve(make_config, ready)
+        _serve(make_config, _notify_supervisor)
     except Exception as failure:
         raise CommandError(_explain(failure, None)) from failure
 
@@ -226,12 +233,12 @@ def _notify_supervisor() -> None:
             notify.sendto(b"READY=1", address.replace("@", "\0", 1))
 
 
-def _explain(failure: BaseException, log: Path | None) -> str:
+def _explain(failure: BaseException, log_file: Path | None) -> str:
     """The one line that a user sees."""
     # trio gives groups of exceptions, which have no name in Python 3.10.
     while members := getattr(failure, "exceptions", None):
         failure = members[0]
-    where = f"; see {log}" if log else ""
+    where = f"; see {log_file}" if log_file else ""
     match failure:
         case DeviceError() | CommandError():
             return str(failure)
@@ -242,7 +249,7 @@ def _explain(failure: BaseException, log: Path | None) -> str:
         case RuntimeError():
             # libfuse's own reason went to stderr.
             return f"{failure}{where}"
-    logging.error("unexpected", exc_info=failure)
+    log.error("unexpected", exc_info=failure)
     return f"{failure or type(failure).__name__}{where}"
 
 
@@ -257,7 +264,7 @@ def _default_log(mountpoint: Path) -> Path:
     return Path(state) / "kvfs" / f"{name}.log"
 
 
-def _report(mountpoint: Path, stats: Stats, log: Path) -> None:
+def _report(mountpoint: Path, stats: Stats, log_file: Path) -> None:
     if stats.recovered_operations:
         print(
             f"recovered {stats.recovered_operations} operations that the last daemon had "
@@ -268,5 +275,5 @@ def _report(mountpoint: Path, stats: Stats, log: Path) -> None:
     mode = " read-only" if stats.read_only else ""
     print(
         f"mounted {stats.source} on {mountpoint}{mode}: {format_size(stats.total)}, "
-        f"{format_size(stats.free)} free; log {log}"
+        f"{format_size(stats.free)} free; log {log_file}"
     )

@@ -1,13 +1,15 @@
 """Lossless codecs: none, zstd, and byte planes + zstd.
 
 Elements of a KV cache differ mostly in their low bytes: sign and exponent repeat,
-mantissas do not. Splitting elements of `item_size` bytes into byte planes puts
-the bytes that compress beside each other. Each plane is stored as it is where
-zstd does not shrink it; so is an extent as a whole.
+mantissas do not. Splitting elements into byte planes puts the bytes that compress
+beside each other; within a plane the bytes of one channel (the same place in each
+token's row) are alike, so a plane is compressed channel by channel. A plane is stored
+as it is where zstd does not shrink it; so is an extent as a whole.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 from dataclasses import dataclass
@@ -21,13 +23,26 @@ import zstandard
 from kvfs.engine.format import BLOCK, FormatError, round_up
 
 _LEVEL = 1
+_PLANES_HEAD = struct.Struct("<I")
 _PLANE_HEAD = struct.Struct("<I")
 _threads = threading.local()
+Bytes = npt.NDArray[np.uint8]
 
 ITEM_SIZES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8,
     "int64": 8, "int32": 4, "int16": 2,
 }  # fmt: skip
+
+
+ROW_ITEMS_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a file's elements lie: bytes of an element, elements of a token's row."""
+
+    item_size: int = 1
+    row_items: int = 1
 
 
 class Codec(IntEnum):
@@ -47,12 +62,12 @@ class CodecChoice(str, Enum):
     PLANES = "planes"
 
 
-def encode(codec: Codec, item_size: int, data: memoryview) -> bytes | None:
+def encode(codec: Codec, layout: Layout, data: memoryview) -> bytes | None:
     """The stored form of `data`, or None when it would save no block."""
     if codec == Codec.NONE or len(data) <= BLOCK:
         return None
-    if codec == Codec.PLANES and item_size > 1:
-        stored = _encode_planes(item_size, data)
+    if codec == Codec.PLANES and layout.item_size > 1:
+        stored = _encode_planes(layout, data)
     else:
         stored = _compressor().compress(data)
     return stored if round_up(len(stored)) < round_up(len(data)) else None
@@ -65,57 +80,72 @@ def decode(codec: int, item_size: int, stored: memoryview, out: memoryview) -> N
             raise FormatError("a raw extent's sizes differ")
         out[:] = stored
     elif codec == Codec.ZSTD or (codec == Codec.PLANES and item_size <= 1):
-        _decompress(stored, np.frombuffer(out, np.uint8))
+        np.frombuffer(out, np.uint8)[:] = _decompressed(stored, len(out))
     elif codec == Codec.PLANES:
         _decode_planes(item_size, stored, out)
     else:
         raise FormatError(f"codec {codec} is unknown to this release")
 
 
-def _encode_planes(item_size: int, data: memoryview) -> bytes:
-    count = len(data) // item_size
-    items = np.frombuffer(data, np.uint8, count * item_size).reshape(count, item_size)
-    parts = []
-    for plane in range(item_size):
-        raw = np.ascontiguousarray(items[:, plane])
-        packed = _compressor().compress(raw.data)
-        body: bytes | memoryview = packed if len(packed) < count else raw.data
+def _encode_planes(layout: Layout, data: memoryview) -> bytes:
+    count = len(data) // layout.item_size
+    items = np.frombuffer(data, np.uint8, count * layout.item_size)
+    parts: list[bytes | memoryview] = [_PLANES_HEAD.pack(layout.row_items)]
+    for plane in items.reshape(count, layout.item_size).T:
+        packed = _compressor().compress(_by_channel(plane, layout.row_items).data)
+        body = packed if len(packed) < count else np.ascontiguousarray(plane).data
         parts += [_PLANE_HEAD.pack(len(body)), body]
-    parts.append(data[count * item_size :])
+    parts.append(data[items.size :])
     return b"".join(parts)
 
 
 def _decode_planes(item_size: int, stored: memoryview, out: memoryview) -> None:
     count = len(out) // item_size
-    items = np.frombuffer(out, np.uint8, count * item_size).reshape(count, item_size)
-    at = 0
-    for plane in range(item_size):
-        if at + _PLANE_HEAD.size > len(stored):
-            raise FormatError("a byte plane is cut")
-        (length,) = _PLANE_HEAD.unpack_from(stored, at)
-        at += _PLANE_HEAD.size
+    planes = np.frombuffer(out, np.uint8, count * item_size).reshape(count, item_size).T
+    (row_items,), at = _unpack(_PLANES_HEAD, stored, 0)
+    if not 1 <= row_items <= ROW_ITEMS_MAX:
+        raise FormatError("byte planes with impossible rows")
+    for plane in planes:
+        (length,), at = _unpack(_PLANE_HEAD, stored, at)
         body = stored[at : at + length]
         at += length
         if len(body) != length or length > count:
             raise FormatError("a byte plane has a wrong length")
         if length == count:
-            items[:, plane] = np.frombuffer(body, np.uint8)
+            plane[:] = np.frombuffer(body, np.uint8)
         else:
-            scratch = _scratch(count)
-            _decompress(body, scratch)
-            items[:, plane] = scratch
+            _scatter_channels(_decompressed(body, count), row_items, plane)
     tail = out[count * item_size :]
     if len(stored) - at != len(tail):
         raise FormatError("an extent's tail has a wrong length")
     tail[:] = stored[at:]
 
 
-def _decompress(stored: memoryview, out: npt.NDArray[np.uint8]) -> None:
+def _by_channel(plane: Bytes, row_items: int) -> Bytes:
+    """Whole rows channel by channel, then what fills no row."""
+    whole = len(plane) // row_items * row_items
+    rows = plane[:whole].reshape(-1, row_items)
+    return np.concatenate([rows.T.ravel(), plane[whole:]])
+
+
+def _scatter_channels(channels: Bytes, row_items: int, plane: Bytes) -> None:
+    whole = len(plane) // row_items * row_items
+    plane[:whole].reshape(-1, row_items)[:] = channels[:whole].reshape(row_items, -1).T
+    plane[whole:] = channels[whole:]
+
+
+def _unpack(layout: struct.Struct, stored: memoryview, at: int) -> tuple[tuple[int, ...], int]:
+    if at + layout.size > len(stored):
+        raise FormatError("a byte plane is cut")
+    return layout.unpack_from(stored, at), at + layout.size
+
+
+def _decompressed(stored: memoryview, size: int) -> Bytes:
     try:
         # The frame's own size is checked first: a lying one must not allocate.
-        if zstandard.frame_content_size(stored) != len(out):
+        if zstandard.frame_content_size(stored) != size:
             raise FormatError("a compressed extent has a wrong size")
-        out[:] = np.frombuffer(_decompressor().decompress(stored), np.uint8)
+        return np.frombuffer(_decompressor().decompress(stored), np.uint8)
     except zstandard.ZstdError as error:
         raise FormatError(f"zstd: {error}") from None
 
@@ -132,13 +162,6 @@ def _decompressor() -> zstandard.ZstdDecompressor:
         _threads.decompressor = zstandard.ZstdDecompressor()
     decompressor: zstandard.ZstdDecompressor = _threads.decompressor
     return decompressor
-
-
-def _scratch(size: int) -> npt.NDArray[np.uint8]:
-    if getattr(_threads, "scratch", np.empty(0)).size < size:
-        _threads.scratch = np.zeros(size, np.uint8)
-    scratch: npt.NDArray[np.uint8] = _threads.scratch[:size]
-    return scratch
 
 
 @dataclass(slots=True)
@@ -178,10 +201,21 @@ class AutoCodec:
         return new if old == 0 else old + self.SMOOTHING * (new - old)
 
 
-def resolve(choice: CodecChoice, item_size: int, *, auto_compresses: bool) -> Codec:
-    """The codec for what is written now by a file with this choice and element size."""
+def resolve(choice: CodecChoice, layout: Layout, *, auto_compresses: bool) -> Codec:
+    """The codec for what is written now by a file with this choice and layout."""
     if choice == CodecChoice.NONE or (choice == CodecChoice.AUTO and not auto_compresses):
         return Codec.NONE
-    if choice == CodecChoice.ZSTD or item_size <= 1:
+    if choice == CodecChoice.ZSTD or layout.item_size <= 1:
         return Codec.ZSTD
     return Codec.PLANES
+
+
+def layout_of(dtype: bytes | None, shape: bytes | None) -> Layout:
+    """From `user.kvfs.dtype` ("bfloat16") and `user.kvfs.shape` ("2,3,64", a token's row);
+    what is not understood counts as single bytes."""
+    item_size = ITEM_SIZES.get((dtype or b"").decode("ascii", "replace"), 1)
+    try:
+        row_items = math.prod(int(part) for part in (shape or b"1").split(b","))
+    except ValueError:
+        row_items = 1
+    return Layout(item_size, row_items if 1 <= row_items <= ROW_ITEMS_MAX else 1)

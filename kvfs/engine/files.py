@@ -38,7 +38,7 @@ from kvfs.engine.nodes import (
 
 def extent_limit(file_size: int, extent_max: int) -> int:
     """Extents are 128 KiB, up to 1 MiB (or `extent_max`) where a file is long."""
-    wanted = 1 << max(file_size // 8, 1).bit_length()
+    wanted = 1 << max(file_size // 4 - 1, 1).bit_length()
     return min(max(wanted, EXTENT_SIZE_MIN), EXTENT_SIZE_MAX, extent_max)
 
 
@@ -165,7 +165,7 @@ class Files:
         for start, end, pieces in _joined(node.dirty, limit):
             yield NewExtent(
                 new_id(), inode.ino, inode.parent, start, end - start, pieces,
-                node.choice, node.item_size,
+                node.choice, node.layout,
             )  # fmt: skip
 
     def placed(

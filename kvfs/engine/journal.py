@@ -16,7 +16,7 @@ import numpy as np
 
 from kvfs.engine import codec
 from kvfs.engine.buffers import aligned
-from kvfs.engine.codec import Codec
+from kvfs.engine.codec import Codec, Layout
 from kvfs.engine.device import Device, read_bytes
 from kvfs.engine.format import (
     BLOCK,
@@ -125,7 +125,7 @@ def pointer_to(header: FrameHeader, record: RecordHeader) -> Pointer:
 
 
 def _encode(kind: RecordKind, body: bytes) -> EncodedChunk:
-    packed = codec.encode(Codec.ZSTD, 1, memoryview(body))
+    packed = codec.encode(Codec.ZSTD, Layout(), memoryview(body))
     used, stored = (Codec.NONE, body) if packed is None else (Codec.ZSTD, packed)
     record = RecordHeader(
         kind, used, 1, 0, 0, 0, 0, len(body), len(stored), 0, checksum(stored)

@@ -8,7 +8,7 @@ import stat
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kvfs.engine.codec import CodecChoice
+from kvfs.engine.codec import CodecChoice, Layout
 from kvfs.engine.format import (
     ROOT_INODE,
     Extent,
@@ -45,7 +45,7 @@ class NewExtent:
     size: int
     pieces: list[memoryview]
     choice: CodecChoice
-    item_size: int
+    layout: Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Node:
     uses: Counter[int] = field(default_factory=Counter)
     dirty: Intervals[memoryview] = field(default_factory=no_bytes)
     choice: CodecChoice = CodecChoice.AUTO
-    item_size: int = 1
+    layout: Layout = field(default_factory=Layout)
     codec_version: int = -1
     unsaved: int = 0
     pins: int = 0

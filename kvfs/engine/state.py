@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from kvfs.engine import ops
-from kvfs.engine.codec import ITEM_SIZES, CodecChoice
+from kvfs.engine.codec import CodecChoice, layout_of
 from kvfs.engine.files import Files
 from kvfs.engine.format import (
     NAME_LENGTH_MAX,
@@ -32,6 +32,7 @@ from kvfs.engine.nodes import FILE_SIZE_MAX, NewExtent, Node, Nodes, error
 
 CODEC_XATTR = b"user.kvfs.codec"
 DTYPE_XATTR = b"user.kvfs.dtype"
+SHAPE_XATTR = b"user.kvfs.shape"
 XATTR_VALUE_MAX = 64 * 1024
 _LINKS_MAX = 65_000
 
@@ -344,7 +345,7 @@ class State:
         self.nodes.touch(node)
 
     def _xattr_changed(self, node: Node, name: bytes, time_ns: int) -> None:
-        self._codec_version += name in (CODEC_XATTR, DTYPE_XATTR)
+        self._codec_version += name in (CODEC_XATTR, DTYPE_XATTR, SHAPE_XATTR)
         node.inode.ctime_ns = time_ns
         self.nodes.touch(node)
 
@@ -352,7 +353,8 @@ class State:
         """The codec that a file asks for: its own, else the nearest directory's."""
         version, ino = self._codec_version, node.inode.ino
         dtype = yield from self.names.xattr(ino, DTYPE_XATTR)
-        node.item_size = ITEM_SIZES.get((dtype or b"").decode("ascii", "replace"), 1)
+        shape = yield from self.names.xattr(ino, SHAPE_XATTR)
+        node.layout = layout_of(dtype, shape)
         node.choice = CodecChoice.AUTO
         while True:
             value = yield from self.names.xattr(ino, CODEC_XATTR)

@@ -130,7 +130,7 @@ class EncodeBatch:
     def _encode(self, extent: NewExtent, used: Codec, at: int) -> Payload:
         raw = self.arena[at : at + extent.size]
         _gather(extent.pieces, raw)
-        encoded = codec.encode(used, extent.item_size, raw)
+        encoded = codec.encode(used, extent.layout, raw)
         if encoded is None:
             used, stored = Codec.NONE, extent.size
         else:
@@ -150,7 +150,7 @@ def _as_it_lies(extent: NewExtent) -> Payload:
 
 def _record(extent: NewExtent, used: Codec, stored: int, check: int) -> RecordHeader:
     return RecordHeader(
-        RecordKind.DATA, used, extent.item_size, extent.session_id, extent.ino,
+        RecordKind.DATA, used, extent.layout.item_size, extent.session_id, extent.ino,
         extent.extent_id, extent.offset, extent.size, stored, 0, check,
     )  # fmt: skip
 
@@ -176,7 +176,7 @@ def start_encoding(
     batch.arena = Arena.for_extents(extents, pool)
     auto_compresses = bool(extents) and auto.next_batch()
     codecs = [
-        codec.resolve(extent.choice, extent.item_size, auto_compresses=auto_compresses)
+        codec.resolve(extent.choice, extent.layout, auto_compresses=auto_compresses)
         for extent in extents
     ]
     batch.encoding = submit(EncodeBatch(extents, codecs, batch.arena.buffer))

@@ -21,7 +21,6 @@ from random import Random
 from typing import Any, TypeVar
 from unittest.mock import patch
 
-from hypothesis import note
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -435,7 +434,6 @@ class CrashMachine(RuleBasedStateMachine):
         """The states that may be found after a power cut at this moment."""
         low = self.device.noted("confirmed", moment, 0)
         high = self.device.noted("started", moment, 0)
-        note(f"power cut: operations up to {low} were confirmed, {high} were begun")
         return self.states[low : high + 1]
 
     def matching(self, view: View, candidates: list[Tree]) -> Tree:

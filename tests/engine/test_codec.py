@@ -7,11 +7,21 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvfs.engine.codec import AutoCodec, Codec, CodecChoice, decode, encode, resolve
+from kvfs.engine.codec import (
+    AutoCodec,
+    Codec,
+    CodecChoice,
+    Layout,
+    decode,
+    encode,
+    layout_of,
+    resolve,
+)
 from kvfs.engine.format import BLOCK, EXTENT_SIZE_MAX, FormatError, round_up
 
 CODECS = st.sampled_from([Codec.ZSTD, Codec.PLANES])
 ITEM_SIZES = st.sampled_from([1, 2, 3, 4, 8, 255])
+ROW_ITEMS = st.sampled_from([1, 2, 7, 384, 100_000])
 LENGTHS = st.one_of(
     st.integers(0, 64),
     st.integers(0, 3 * BLOCK),
@@ -42,13 +52,15 @@ KINDS = st.sampled_from(["zeros", "random", "text", "bf16"])
 
 
 @settings(max_examples=150, deadline=None)
-@given(CODECS, ITEM_SIZES, KINDS, LENGTHS)
-@example(Codec.PLANES, 2, "bf16", 0)
-@example(Codec.PLANES, 8, "zeros", 2 * BLOCK + 5)
-@example(Codec.PLANES, 255, "text", EXTENT_SIZE_MAX)
-def test_what_is_encoded_comes_back(codec: Codec, item_size: int, kind: str, length: int) -> None:
+@given(CODECS, ITEM_SIZES, ROW_ITEMS, KINDS, LENGTHS)
+@example(Codec.PLANES, 2, 384, "bf16", 0)
+@example(Codec.PLANES, 8, 3, "zeros", 2 * BLOCK + 5)
+@example(Codec.PLANES, 255, 1, "text", EXTENT_SIZE_MAX)
+def test_what_is_encoded_comes_back(
+    codec: Codec, item_size: int, row_items: int, kind: str, length: int
+) -> None:
     data = sample(kind, length)
-    encoded = encode(codec, item_size, memoryview(data))
+    encoded = encode(codec, Layout(item_size, row_items), memoryview(data))
     if encoded is None:
         return
     out = bytearray(b"\xaa" * length)
@@ -61,7 +73,7 @@ def test_what_is_encoded_comes_back(codec: Codec, item_size: int, kind: str, len
 def test_what_saves_no_block_is_stored_as_it_is(
     codec: Codec, item_size: int, kind: str, length: int
 ) -> None:
-    encoded = encode(codec, item_size, memoryview(sample(kind, length)))
+    encoded = encode(codec, Layout(item_size, 384), memoryview(sample(kind, length)))
     if encoded is not None:
         assert round_up(len(encoded)) < round_up(length)
 
@@ -74,7 +86,7 @@ def test_incompressible_data_is_stored_as_it_is(codec: Codec, length: int) -> No
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK])
 def test_one_block_is_never_compressed(length: int) -> None:
-    assert encode(Codec.ZSTD, 1, memoryview(bytes(length))) is None
+    assert encode(Codec.ZSTD, Layout(1), memoryview(bytes(length))) is None
 
 
 def test_raw_data_comes_back() -> None:
@@ -112,7 +124,7 @@ def test_cut_or_changed_bytes_never_raise_anything_else(
     codec: Codec, item_size: int, data: st.DataObject
 ) -> None:
     original = sample("bf16", 16 * BLOCK + 3)
-    encoded = bytearray(encode(codec, item_size, memoryview(original)) or b"")
+    encoded = bytearray(encode(codec, Layout(item_size, 384), memoryview(original)) or b"")
     assert encoded
     at = data.draw(st.integers(0, len(encoded) - 1))
     if data.draw(st.booleans()):
@@ -132,7 +144,7 @@ def test_cut_or_changed_bytes_never_raise_anything_else(
 def test_another_size_than_was_encoded_is_a_format_error(
     codec: Codec, item_size: int, off: int
 ) -> None:
-    encoded = encode(codec, item_size, memoryview(sample("bf16", 32 * BLOCK)))
+    encoded = encode(codec, Layout(item_size, 384), memoryview(sample("bf16", 32 * BLOCK)))
     assert encoded is not None
     with pytest.raises(FormatError):
         decode(codec, item_size, memoryview(encoded), memoryview(bytearray(32 * BLOCK + off)))
@@ -153,8 +165,8 @@ def test_an_unknown_codec_is_a_format_error() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_byte_planes_shrink_bf16_well_and_plain_zstd_less(seed: int) -> None:
     data = bf16_gaussian(512 * 1024, seed)
-    planes = encode(Codec.PLANES, 2, memoryview(data))
-    plain = encode(Codec.ZSTD, 1, memoryview(data))
+    planes = encode(Codec.PLANES, Layout(2), memoryview(data))
+    plain = encode(Codec.ZSTD, Layout(1), memoryview(data))
     assert planes is not None
     assert len(data) / len(planes) > 1.3
     assert len(planes) < len(plain or data)
@@ -194,4 +206,21 @@ def test_auto_compresses_while_the_device_is_slower_and_data_shrinks() -> None:
 def test_the_codec_follows_choice_and_element_size(
     choice: CodecChoice, item_size: int, compresses: bool, expected: Codec
 ) -> None:
-    assert resolve(choice, item_size, auto_compresses=compresses) == expected
+    assert resolve(choice, Layout(item_size), auto_compresses=compresses) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "expected"),
+    [
+        (None, None, Layout(1, 1)),
+        (b"bfloat16", b"2,3,64", Layout(2, 384)),
+        (b"float32", None, Layout(4, 1)),
+        (b"nonsense", b"2,x", Layout(1, 1)),
+        (b"\xff", b"0", Layout(1, 1)),
+        (b"float16", b"99999999,99999999", Layout(2, 1)),
+    ],
+)
+def test_the_layout_is_what_the_attributes_say_and_single_bytes_otherwise(
+    dtype: bytes | None, shape: bytes | None, expected: Layout
+) -> None:
+    assert layout_of(dtype, shape) == expected

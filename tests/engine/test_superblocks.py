@@ -66,13 +66,13 @@ def test_two_bad_slots_are_refused_with_the_mkfs_line() -> None:
     device = new_device()
     for superblock in slots(device):
         flip(device.image, superblock.address + 100)
-    with pytest.raises(DeviceError, match="checksum mismatch.* kvfs mkfs ring --force"):
+    with pytest.raises(DeviceError, match=r"checksum mismatch.* kvfs mkfs ring --force"):
         read_superblocks(device, "ring")
 
 
 def test_a_foreign_device_is_refused_with_the_mkfs_line() -> None:
     device = RecordingDevice(bytearray(noise(2 * MIB)))
-    with pytest.raises(DeviceError, match="no KVFS superblock.* kvfs mkfs ring --force"):
+    with pytest.raises(DeviceError, match=r"no KVFS superblock.* kvfs mkfs ring --force"):
         read_superblocks(device, "ring")
 
 
