@@ -81,7 +81,7 @@ def test_what_saves_no_block_is_stored_as_it_is(
 @pytest.mark.parametrize("codec", [Codec.ZSTD, Codec.PLANES])
 @pytest.mark.parametrize("length", [BLOCK + 1, 128 * 1024, EXTENT_SIZE_MAX])
 def test_incompressible_data_is_stored_as_it_is(codec: Codec, length: int) -> None:
-    assert encode(codec, 2, memoryview(sample("random", length))) is None
+    assert encode(codec, Layout(2), memoryview(sample("random", length))) is None
 
 
 @pytest.mark.parametrize("length", [0, 1, BLOCK])

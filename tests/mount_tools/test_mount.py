@@ -91,7 +91,9 @@ def test_a_mountpoint_must_be_an_empty_directory(mounter: Mounter) -> None:
     (full / "x").touch()
 
     def line_for(mountpoint: Path) -> str:
-        return error_line(kvfs("mount", mountpoint, mounter.image, check=False))
+        return error_line(
+            kvfs("mount", mountpoint, mounter.image, "--log", mounter.log, check=False)
+        )
 
     assert line_for(missing) == f"{missing} does not exist; make it with: mkdir -p {missing}"
     assert "is not a directory; the mountpoint comes first" in line_for(file)
@@ -105,7 +107,9 @@ def test_a_device_that_is_no_ring_is_refused_with_what_to_do(mounter: Mounter) -
     small.write_bytes(b"x" * 100)
 
     def line_for(device: Path) -> str:
-        return error_line(kvfs("mount", mounter.mountpoint, device, check=False))
+        return error_line(
+            kvfs("mount", mounter.mountpoint, device, "--log", mounter.log, check=False)
+        )
 
     assert line_for(missing) == f"{missing} does not exist; make it with: kvfs mkfs {missing}"
     assert line_for(garbage).endswith(f"format it with: kvfs mkfs {garbage} --force")
@@ -117,7 +121,7 @@ def test_a_device_that_is_no_ring_is_refused_with_what_to_do(mounter: Mounter) -
 def test_a_second_mount_is_refused_and_harms_nothing(mounted: Mounter) -> None:
     other = mounted.directory / "other"
     other.mkdir()
-    same_device = error_line(kvfs("mount", other, mounted.image, check=False))
+    same_device = error_line(kvfs("mount", other, mounted.image, "--log", mounted.log, check=False))
     assert "is in use by another KVFS process" in same_device
     same_place = error_line(mounted.mount(check=False))
     assert f"has {mounted.image} mounted already" in same_place

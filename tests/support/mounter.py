@@ -49,7 +49,11 @@ class Mounter:
         self.log = self.directory / "kvfs.log"
         self._daemon: psutil.Process | None = None
         self.mountpoint.mkdir()
-        kvfs("mkfs", self.image, "--size", size, *mkfs_arguments)
+        try:
+            kvfs("mkfs", self.image, "--size", size, *mkfs_arguments)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
