@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from kvfs.engine.format import (
-    EXTENT_SIZE_MAX,
     EXTENT_SIZE_MIN,
     REFERENCES,
     Extent,
@@ -37,9 +36,9 @@ from kvfs.engine.nodes import (
 
 
 def extent_limit(file_size: int, extent_max: int) -> int:
-    """Extents are 128 KiB, up to 1 MiB (or `extent_max`) where a file is long."""
+    """Extents are 128 KiB, up to `extent_max` (at most 1 MiB) where a file is long."""
     wanted = 1 << max(file_size // 4 - 1, 1).bit_length()
-    return min(max(wanted, EXTENT_SIZE_MIN), EXTENT_SIZE_MAX, extent_max)
+    return min(max(wanted, EXTENT_SIZE_MIN), extent_max)
 
 
 class Files:

@@ -21,6 +21,7 @@ from kvfs.engine.buffer import Buffer
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
 from kvfs.engine.format import (
+    EXTENT_SIZE_MAX,
     KIND_BYTE,
     ROOT_INODE,
     Dentry,
@@ -496,7 +497,7 @@ def _load(device: Device, name: str, superblock: Superblock) -> _Loaded:
             extent = Extent.unpack(key_owner(key), value)
             ring.liveness.mark(extent.address, extent.stored)
     replayed = journal.replay(device, ring, index, superblock)
-    extent_max = superblock.segment_size // _FRACTION_OF_SEGMENT
+    extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
     state = State(index, superblock.hash_key, extent_max)
     state.nodes.count = index.inodes
     damage = replayed.damage and f"{name} is damaged: {replayed.damage}; mounted read-only"

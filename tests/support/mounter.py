@@ -94,9 +94,11 @@ class Mounter:
         return document
 
     def close(self) -> None:
-        if find_mount(self.mountpoint) and self.umount(check=False).returncode:
-            kvfs("umount", "--force", self.mountpoint)
+        if find_mount(self.mountpoint):
+            self.umount(check=False)
         if self._daemon is not None and not wait_for_end(self._daemon, 5):
             self.kill()
+        if find_mount(self.mountpoint):
+            kvfs("umount", "--force", self.mountpoint)
         shutil.rmtree(self.directory)
         shutil.rmtree(self.warm_directory)
