@@ -21,6 +21,13 @@ class BufferedOperation:
 
 
 class Buffer(Protocol):
+    @property
+    def home(self) -> bytes:
+        """Where it lies, in at most OPLOG_HOME_MAX bytes, for the next mount to read."""
+
+    def left_at(self, home: bytes) -> str | None:
+        """A name for the place, if something was left at another home and is still there."""
+
     def open(self, uuid: bytes, token: bytes, sequence: int) -> Iterator[BufferedOperation]:
         """The operations after `sequence` that an earlier process left under this token;
         those of another token, or up to `sequence`, are dropped. Called once, first."""

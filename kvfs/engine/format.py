@@ -32,6 +32,7 @@ NAME_LENGTH_MAX = 255
 NO_SEGMENT = 0xFFFF_FFFF
 ROOT_INODE = 1
 FIRST_FREE_ID = 16
+OPLOG_HOME_MAX = 512
 
 
 class FormatError(Exception):
@@ -125,6 +126,7 @@ class Superblock:
 
     `features` are incompatible: a reader that does not know one must refuse.
     `id_floor`: no inode or extent id at or above it was ever handed out.
+    `oplog_home`: where the operation log of this mount lies, as its buffer names it.
     `epoch_start`: frames with this sequence or a later one are of `epoch` or a later one.
     `key_table` and `epoch_key` are reserved for encryption at rest.
     """
@@ -140,6 +142,7 @@ class Superblock:
     id_floor: int
     hash_key: bytes
     oplog_token: bytes
+    oplog_home: bytes
     flags: SuperblockFlag
     operation: int
     checkpoint: Pointer
@@ -149,7 +152,7 @@ class Superblock:
     epoch_key: bytes = bytes(32)
 
     MAGIC: ClassVar[bytes] = b"KVFSRING"
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIQ16sQQQQQQIIQ16s16sIIQ28s32s28s32s")
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIQ16sQQQQQQIIQ16s16s512sIIQ28s32s28s32s")
 
     def pack(self) -> bytes:
         body = self.STRUCT.pack(
@@ -169,6 +172,7 @@ class Superblock:
             self.id_floor,
             self.hash_key,
             self.oplog_token,
+            self.oplog_home,
             self.flags,
             0,
             self.operation,
@@ -191,7 +195,8 @@ class Superblock:
         (
             _, version, block, features, uuid, generation, epoch, epoch_start, created_ns,
             device_size, segment_size, segment_count, data_start, id_floor, hash_key,
-            oplog_token, flags, _, operation, checkpoint, replay, key_table, epoch_key,
+            oplog_token, oplog_home, flags, _, operation, checkpoint, replay, key_table,
+            epoch_key,
         ) = cls.STRUCT.unpack_from(data)  # fmt: skip
         if version != FORMAT_VERSION or block != BLOCK or data_start != DATA_START:
             raise UnknownFormatError(f"format version {version} is unknown to this release")
@@ -209,6 +214,7 @@ class Superblock:
             id_floor=id_floor,
             hash_key=hash_key,
             oplog_token=oplog_token,
+            oplog_home=oplog_home.rstrip(b"\0"),
             flags=SuperblockFlag(flags),
             operation=operation,
             checkpoint=Pointer.unpack(checkpoint),

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 V = TypeVar("V")
 
 
-class Run(NamedTuple, Generic[V]):
+@dataclass(frozen=True, slots=True)
+class Run(Generic[V]):
     """The bytes [start, end) of a file. Offsets in bytes."""
 
     start: int
@@ -74,7 +76,7 @@ class Intervals(Generic[V]):
 
     def overlapping(self, start: int, end: int) -> Iterator[Run[V]]:
         """The runs within [start, end), cut to it."""
-        low, high = self._span(start, end)
+        low, high = self._span(start, end) if start < end else (0, 0)
         for run in self._runs[low:high]:
             if run.start >= start and run.end <= end:
                 yield run

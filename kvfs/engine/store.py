@@ -125,6 +125,7 @@ class Store:
         except FormatError as fault:
             raise DeviceError(f"{name}: {fault}; the index cannot be read") from None
         store = cls(device, executor, buffer, options or StoreOptions(), loaded)
+        _check_no_log_elsewhere(superblocks.newest, buffer, name)
         store._make_root()
         if not store.read_only:
             store._begin(device, loaded.ring, lost=superblocks.one_is_lost)
@@ -159,6 +160,7 @@ class Store:
             flags=SuperblockFlag(0),
             id_floor=writer.next_id + ID_WINDOW,
             oplog_token=token,
+            oplog_home=self._buffer.home,
         )
         write_superblock(device, writer.superblock)
         ring.epoch = writer.superblock.epoch
@@ -466,6 +468,18 @@ class Store:
         due = now - writer.checkpoint_time > options.checkpoint_seconds
         if (due and written) or written > options.checkpoint_bytes:
             yield from writer.checkpoint()
+
+
+def _check_no_log_elsewhere(superblock: Superblock, buffer: Buffer, name: str) -> None:
+    """Without it, answered operations would be lost in silence. Raises DeviceError."""
+    if superblock.flags & SuperblockFlag.CLEAN:
+        return
+    place = buffer.left_at(superblock.oplog_home)
+    if place is not None:
+        raise DeviceError(
+            f"{name} was not unmounted, and what it had answered lies in {place}; mount it with "
+            f"the --warm-dir of before, or remove that directory to give it up"
+        )
 
 
 @dataclass(frozen=True, slots=True)

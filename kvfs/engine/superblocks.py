@@ -48,6 +48,7 @@ def format_device(device: Device, segment_size: int, *, uuid: bytes | None = Non
         id_floor=FIRST_FREE_ID,
         hash_key=secrets.token_bytes(16),
         oplog_token=secrets.token_bytes(16),
+        oplog_home=b"",
         flags=SuperblockFlag.CLEAN,
         operation=0,
         checkpoint=Pointer(),

@@ -96,7 +96,9 @@ def _warm_limit(config: MountConfig) -> int:
 
 
 def _options(config: MountConfig) -> set[str]:
-    options = {"default_permissions", "subtype=kvfs", f"fsname={config.source}"}
+    # libfuse takes a comma for the end of an option.
+    source = str(config.source).replace("\\", "\\\\").replace(",", "\\,")
+    options = {"default_permissions", "subtype=kvfs", f"fsname={source}"}
     if config.allow_other:
         options.add("allow_other")
     if config.read_only:

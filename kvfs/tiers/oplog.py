@@ -23,6 +23,7 @@ from kvfs.engine.format import (
     BLOCK,
     OPLOG_ALIGN,
     OPLOG_ALIGNED_MIN,
+    OPLOG_HOME_MAX,
     OPLOG_RECORD,
     OPLOG_RECORD_SIZE,
     FormatError,
@@ -33,6 +34,7 @@ from kvfs.engine.format import (
 
 CHUNK_SIZE = 8 * 1024 * 1024
 _KEPT_CHUNKS = 16
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_RECORD = round_up(OplogChunkHeader.SIZE, OPLOG_ALIGN)
 
 
@@ -60,6 +62,22 @@ class OperationLog:
     _token: bytes = b""
     _used: deque[_Chunk] = field(default_factory=deque)
     _idle: list[_Chunk] = field(default_factory=list)
+
+    @property
+    def home(self) -> bytes:
+        """The machine's boot, which a tmpfs does not outlive, and the directory."""
+        home = _BOOT_ID.read_text().strip().encode() + b" " + os.fsencode(self.directory)
+        if len(home) > OPLOG_HOME_MAX:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), self.directory)
+        return home
+
+    def left_at(self, home: bytes) -> str | None:
+        boot, _, name = home.partition(b" ")
+        here, _, _ = self.home.partition(b" ")
+        directory = Path(os.fsdecode(name))
+        if boot != here or directory == self.directory or not directory.is_dir():
+            return None
+        return str(directory) if any(directory.iterdir()) else None
 
     def open(self, uuid: bytes, token: bytes, sequence: int) -> Iterator[BufferedOperation]:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -63,6 +63,7 @@ SUPERBLOCKS = st.builds(
     id_floor=U64,
     hash_key=BYTES_16,
     oplog_token=BYTES_16,
+    oplog_home=st.binary(max_size=512).map(lambda home: home.rstrip(b"\0")),
     flags=st.sampled_from([SuperblockFlag(0), SuperblockFlag.CLEAN]),
     operation=U64,
     checkpoint=POINTERS,
@@ -191,7 +192,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 EXAMPLE_SUPERBLOCK = Superblock(
     uuid=b"u" * 16, generation=5, epoch=3, epoch_start=70, created_ns=1, device_size=2**24,
     segment_size=2**20, segment_count=15, id_floor=2**33, hash_key=b"h" * 16,
-    oplog_token=b"t" * 16, flags=SuperblockFlag(0), operation=9, checkpoint=Pointer(2**20, 100),
+    oplog_token=b"t" * 16, oplog_home=b"h", flags=SuperblockFlag(0), operation=9, checkpoint=Pointer(2**20, 100),
     replay=Position(1, 4096, 2, 77, 12345),
 )  # fmt: skip
 EXAMPLE_FRAME = FrameHeader(

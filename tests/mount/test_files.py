@@ -56,9 +56,10 @@ def test_a_direct_open_reads_and_writes_whole_and_unaligned(kv_mount: Path) -> N
     assert buffer[:] == data
     assert os.pread(fd, 1000, 12345) == data[12345:13345]
     assert os.pwrite(fd, b"x" * 777, 3 * MIB + 5) == 777
-    assert os.pread(fd, 779, 3 * MIB + 4) == data[3 * MIB + 4 :][:1] + b"x" * 777 + data[
-        3 * MIB + 782 :
-    ][:1]
+    assert (
+        os.pread(fd, 779, 3 * MIB + 4)
+        == data[3 * MIB + 4 :][:1] + b"x" * 777 + data[3 * MIB + 782 :][:1]
+    )
     os.close(fd)
 
 

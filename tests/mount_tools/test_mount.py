@@ -266,3 +266,31 @@ def test_a_failure_in_the_foreground_is_one_line(mounter: Mounter) -> None:
     garbage.write_bytes(os.urandom(16 * MIB))
     line = error_line(kvfs("mount", mounter.mountpoint, garbage, "--foreground", check=False))
     assert line.endswith(f"kvfs mkfs {garbage} --force")
+
+
+def test_a_log_left_in_another_warm_directory_is_not_given_up_in_silence(
+    mounter: Mounter, tmp_path: Path
+) -> None:
+    mounter.mount()
+    (mounter.mountpoint / "f").write_bytes(b"answered")
+    mounter.kill()
+    refused = mounter.mount("--warm-dir", str(tmp_path), check=False)
+    assert refused.returncode == 1
+    assert str(mounter.warm_directory) in refused.stderr
+    assert "--warm-dir" in refused.stderr
+    mounter.mount()
+    assert (mounter.mountpoint / "f").read_bytes() == b"answered"
+
+
+def test_any_name_of_an_image_can_be_mounted(tmp_path: Path, fuse: None) -> None:
+    image, mountpoint = tmp_path / "a ring, with\\odd, 'name.img", tmp_path / "mnt"
+    mountpoint.mkdir()
+    kvfs("mkfs", image, "--size", "64M")
+    kvfs("mount", mountpoint, image)
+    try:
+        (mountpoint / "f").write_bytes(b"x")
+        mount = find_mount(mountpoint)
+        assert mount is not None
+        assert mount.source == str(image)
+    finally:
+        kvfs("umount", mountpoint)
