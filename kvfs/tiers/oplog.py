@@ -54,10 +54,12 @@ class _Chunk:
 
 @dataclass(slots=True)
 class OperationLog:
-    """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes."""
+    """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes.
+    `boot` names the machine's boot, which a tmpfs does not outlive."""
 
     directory: Path
     limit: int
+    boot: str = field(default_factory=lambda: _BOOT_ID.read_text().strip())
     _uuid: bytes = b""
     _token: bytes = b""
     _used: deque[_Chunk] = field(default_factory=deque)
@@ -65,17 +67,16 @@ class OperationLog:
 
     @property
     def home(self) -> bytes:
-        """The machine's boot, which a tmpfs does not outlive, and the directory."""
-        home = _BOOT_ID.read_text().strip().encode() + b" " + os.fsencode(self.directory)
+        """The boot and the directory."""
+        home = self.boot.encode() + b" " + os.fsencode(self.directory)
         if len(home) > OPLOG_HOME_MAX:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG), self.directory)
         return home
 
     def left_at(self, home: bytes) -> str | None:
         boot, _, name = home.partition(b" ")
-        here, _, _ = self.home.partition(b" ")
         directory = Path(os.fsdecode(name))
-        if boot != here or directory == self.directory or not directory.is_dir():
+        if boot != self.boot.encode() or directory == self.directory or not directory.is_dir():
             return None
         return str(directory) if any(directory.iterdir()) else None
 

@@ -47,20 +47,22 @@ class Bench:
     device: RecordingDevice = field(default_factory=new_device)
     stage: str = "buffered"
     log_limit: int = 64 * MIB
+    boot: str = "first"
     make_executor: Callable[[], Any] = InlineExecutor
 
     def __post_init__(self) -> None:
         self.open()
 
     def open(self) -> Store:
-        log = OperationLog(self.directory / "log", self.log_limit)
+        log = OperationLog(self.directory / "log", self.log_limit, self.boot)
         self.store = Store.open(self.device, "ring", self.make_executor(), log, OPTIONS)
         return self.store
 
     def open_image(self, image: bytes | bytearray) -> Store:
-        """A store on a copy of what a device holds, with an empty log."""
+        """A store on a copy of what a device holds, after the machine started anew."""
         device = RecordingDevice(bytearray(image))
-        other = Bench(self.directory / f"other-{Random().getrandbits(64):x}", device)
+        number = f"{Random().getrandbits(64):x}"
+        other = Bench(self.directory / f"other-{number}", device, boot=number)
         self.directory.mkdir(exist_ok=True)
         return other.store
 
