@@ -128,7 +128,9 @@ class Store:
         _check_no_log_elsewhere(superblocks.newest, buffer, name)
         store._make_root()
         if not store.read_only:
-            store._begin(device, loaded.ring, lost=superblocks.one_is_lost)
+            if superblocks.one_is_lost:
+                log.warning("%s: one of its two superblocks could not be read", name)
+            store._begin(device, loaded.ring)
         return store
 
     def close(self) -> Step[None]:
@@ -147,24 +149,25 @@ class Store:
             raise
         self._buffer.close(keep=False)
 
-    def _begin(self, device: Device, ring: Ring, *, lost: bool) -> None:
-        """A new epoch: ids and frames of this mount cannot be taken for older ones. A lost
-        superblock may have begun an epoch, with ids, that this one does not tell of."""
+    def _begin(self, device: Device, ring: Ring) -> None:
+        """A new epoch: ids and frames of this mount cannot be taken for older ones."""
         old, writer = self.superblock, self._writer
         recovered = list(self._buffer.open(old.uuid, old.oplog_token, writer.operation))
         token = old.oplog_token if recovered else secrets.token_bytes(16)
-        writer.next_id = old.id_floor + (ID_WINDOW if lost else 0)
-        writer.superblock = old.next(
-            epoch=old.epoch + (2 if lost else 1),
+        writer.next_id = old.id_floor
+        begun = old.next(
+            epoch=old.epoch + 1,
             epoch_start=ring.position.sequence,
             flags=SuperblockFlag(0),
             id_floor=writer.next_id + ID_WINDOW,
             oplog_token=token,
             oplog_home=self._buffer.home,
         )
-        write_superblock(device, writer.superblock)
-        ring.epoch = writer.superblock.epoch
-        # Writing the superblock has flushed all that was replayed.
+        # Both slots, one after the other: each alone knows the epoch and all ids of it.
+        for writer.superblock in (begun, begun.next()):
+            write_superblock(device, writer.superblock)
+        ring.epoch = begun.epoch
+        # Writing the superblocks has flushed all that was replayed.
         ring.flushed = ring.position.sequence - 1
         ring.checkpointed(old.replay.sequence)
         self._buffer.begin(token)

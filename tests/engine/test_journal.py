@@ -104,7 +104,7 @@ def test_work_goes_on_where_the_log_was_torn(bench: Bench) -> None:
     *_, last = three_units(bench)
     image = bytearray(bench.device.image)
     wipe(image, last.address)
-    other = Bench(bench.directory / "x", RecordingDevice(image))
+    other = Bench(bench.directory / "x", RecordingDevice(image), boot="next")
     other.write(other.make(b"d"), noise(SIZE, ord("d")))
     run(other.store.sync())
     assert frames_written(other.device)[0].address == last.address
@@ -117,7 +117,7 @@ def test_a_frame_found_torn_does_not_come_back(bench: Bench) -> None:
     *_, last = three_units(bench)
     torn = bytearray(bench.device.image)
     wipe(torn, last.address + 2 * BLOCK)
-    other = Bench(bench.directory / "x", RecordingDevice(torn))
+    other = Bench(bench.directory / "x", RecordingDevice(torn), boot="next")
     assert files(other.store) == expected(b"a", b"b")
     whole = bytearray(other.device.image)
     span = slice(last.address, last.address + last.frame_length)
@@ -217,7 +217,7 @@ def test_a_unit_without_one_of_its_frames_never_happened(bench: Bench, which: in
     unit = large_unit(bench)
     image = bytearray(bench.device.image)
     wipe(image, unit[which].address)
-    other = Bench(bench.directory / "x", RecordingDevice(image))
+    other = Bench(bench.directory / "x", RecordingDevice(image), boot="next")
     assert files(other.store) == expected(b"a")
     assert other.store._writer.ring.position.sequence == unit[0].sequence
     other.write(other.make(b"d"), noise(SIZE, ord("d")))
@@ -241,7 +241,7 @@ def test_a_segment_that_only_a_lost_unit_named_is_named_again(bench: Bench) -> N
     unit = large_unit(bench)
     image = bytearray(bench.device.image)
     wipe(image, unit[-1].address)
-    other = Bench(bench.directory / "x", RecordingDevice(image))
+    other = Bench(bench.directory / "x", RecordingDevice(image), boot="next")
     ino = other.make(b"more")
     content = b""
     for number in range(30):
@@ -256,7 +256,7 @@ def test_a_segment_that_only_a_lost_unit_named_is_named_again(bench: Bench) -> N
 
 
 def damaged(bench: Bench, image: bytearray) -> Bench:
-    other = Bench(bench.directory / "damaged", RecordingDevice(image))
+    other = Bench(bench.directory / "damaged", RecordingDevice(image), boot="next")
     assert other.store.damage is not None
     assert "had been flushed and is not whole" in other.store.damage
     assert other.store.read_only
@@ -324,7 +324,7 @@ def test_a_torn_frame_of_an_older_epoch_is_no_damage(bench: Bench) -> None:
     for header in frames_written(bench.device)[1:]:
         wipe(image, header.address + BLOCK)
     for number in range(3):
-        other = Bench(bench.directory / f"x{number}", RecordingDevice(image))
+        other = Bench(bench.directory / f"x{number}", RecordingDevice(image), boot="next")
         assert other.store.damage is None
         other.write(other.make(b"n%d" % number), noise(SIZE))
         run(other.store.sync())
@@ -335,7 +335,7 @@ def test_a_torn_frame_of_an_older_epoch_is_no_damage(bench: Bench) -> None:
 def test_a_fresh_ring_can_be_looked_at_read_only(bench: Bench) -> None:
     device = new_device()
     device.read_only = True
-    other = Bench(bench.directory / "x", device)
+    other = Bench(bench.directory / "x", device, boot="next")
     assert other.names() == []
     check_read_only(other)
 
@@ -343,7 +343,7 @@ def test_a_fresh_ring_can_be_looked_at_read_only(bench: Bench) -> None:
 def test_a_ring_that_was_not_closed_can_be_looked_at_read_only(bench: Bench) -> None:
     three_units(bench)
     device = RecordingDevice(bytearray(bench.device.image), read_only=True)
-    other = Bench(bench.directory / "x", device)
+    other = Bench(bench.directory / "x", device, boot="next")
     assert files(other.store) == expected(b"a", b"b", b"c")
     check_read_only(other)
 

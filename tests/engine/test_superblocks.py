@@ -13,6 +13,7 @@ from kvfs.engine.device import DeviceError
 from kvfs.engine.format import BLOCK, DATA_START, SUPERBLOCK_ADDRESSES, Superblock
 from kvfs.engine.io import run
 from kvfs.engine.superblocks import format_device, read_superblocks
+from tests.engine.audit import audit
 from tests.engine.kit import MIB, Bench, flip, new_device, noise, wipe
 from tests.support.devices import RecordingDevice
 
@@ -127,6 +128,21 @@ def test_ids_are_new_after_the_newest_slot_was_lost(tmpfs: Path) -> None:
     assert created > max(inos)
 
 
+def test_ids_are_new_also_when_the_newest_slot_was_lost_twice(bench: Bench) -> None:
+    bench.make(b"of the first")
+    run(bench.store.sync())
+    inos = set()
+    for number in range(4):
+        image = bytearray(bench.device.image)
+        wipe(image, slots(bench.device)[-1].address)
+        bench = Bench(bench.directory / "next", RecordingDevice(image))
+        inos.add(bench.make(b"file %d" % number))
+        run(bench.store.sync())
+        bench.directory = bench.directory.parent
+    assert len(inos) == 4
+    audit(bench.store)
+
+
 def test_each_mount_begins_an_epoch_and_a_window_of_ids(bench: Bench) -> None:
     first = bench.store.superblock
     run(bench.store.close())
@@ -137,9 +153,9 @@ def test_each_mount_begins_an_epoch_and_a_window_of_ids(bench: Bench) -> None:
     assert bench.store.superblock.id_floor > second.id_floor
 
 
-def test_opening_writes_a_superblock_and_nothing_else(bench: Bench) -> None:
+def test_opening_writes_both_superblocks_and_nothing_else(bench: Bench) -> None:
     bench.make(b"file")
     run(bench.store.close())
     written = bench.device.bytes_written
     bench.open()
-    assert bench.device.bytes_written - written == BLOCK
+    assert bench.device.bytes_written - written == 2 * BLOCK
