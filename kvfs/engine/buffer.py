@@ -12,12 +12,26 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes of a write as they lie in the buffer, valid until they are released.
+    `digest` is their checksum; None for a part of what was written at once."""
+
+    data: memoryview
+    digest: int | None
+
+    def part(self, start: int, end: int) -> Kept:
+        if start == 0 and end == len(self.data):
+            return self
+        return Kept(self.data[start:end], None)
+
+
+@dataclass(frozen=True, slots=True)
 class BufferedOperation:
-    """One operation as it was kept. `data` stays valid until it is released."""
+    """One operation as it was kept."""
 
     sequence: int
     operation: bytes
-    data: memoryview
+    kept: Kept
 
 
 class Buffer(Protocol):
@@ -37,7 +51,7 @@ class Buffer(Protocol):
 
     def append(
         self, sequence: int, operation: bytes, data: bytes | bytearray | memoryview = b""
-    ) -> memoryview:
+    ) -> Kept:
         """Keep an operation; returns the kept data. Raises OSError (ENOSPC) when there
         is no room, with nothing kept."""
 

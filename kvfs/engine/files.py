@@ -6,6 +6,7 @@ import errno
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from kvfs.engine.buffer import Kept
 from kvfs.engine.format import (
     EXTENT_SIZE_MIN,
     REFERENCES,
@@ -65,7 +66,7 @@ class Files:
         for run in node.dirty.overlapping(offset, end):
             if run.start > at:
                 yield from self._mapped(node, at, run.start, parts)
-            parts.append(run.value)
+            parts.append(run.value.data)
             at = run.end
         if at < end:
             yield from self._mapped(node, at, end, parts)
@@ -91,9 +92,9 @@ class Files:
 
     # -- changing
 
-    def write(self, node: Node, offset: int, data: memoryview) -> None:
-        end = offset + len(data)
-        self._count_dirty(node, *node.dirty.insert(offset, end, data))
+    def write(self, node: Node, offset: int, kept: Kept) -> None:
+        end = offset + len(kept.data)
+        self._count_dirty(node, *node.dirty.insert(offset, end, kept))
         node.inode.size = max(node.inode.size, end)
         self._dirty[node.inode.ino] = node
 
@@ -107,9 +108,7 @@ class Files:
         self.truncate(node, 0)
         self._dirty.pop(node.inode.ino, None)
 
-    def _count_dirty(
-        self, node: Node, removed: list[Run[memoryview]], added: list[Run[memoryview]]
-    ) -> None:
+    def _count_dirty(self, node: Node, removed: list[Run[Kept]], added: list[Run[Kept]]) -> None:
         for run in added:
             node.unsaved += run.end - run.start
         for run in removed:
@@ -210,32 +209,28 @@ class Files:
         return round_up(Extent.unpack(extent_id, value).stored) if value else 0
 
 
-def _joined(
-    dirty: Intervals[memoryview], limit: int
-) -> Iterator[tuple[int, int, list[memoryview]]]:
+def _joined(dirty: Intervals[Kept], limit: int) -> Iterator[tuple[int, int, list[Kept]]]:
     """Runs that touch are joined, and cut at multiples of `limit`."""
     start = end = -1
-    pieces: list[memoryview] = []
+    pieces: list[Kept] = []
     for run in dirty:
-        at, data = run.start, run.value
-        while data:
-            boundary = (at // limit + 1) * limit
-            part = data[: boundary - at]
+        at = run.start
+        while at < run.end:
+            boundary = min((at // limit + 1) * limit, run.end)
             if pieces and (at != end or at % limit == 0):
                 yield start, end, pieces
                 pieces = []
             if not pieces:
                 start = at
-            pieces.append(part)
-            at = end = at + len(part)
-            data = data[len(part) :]
+            pieces.append(run.value.part(at - run.start, boundary - run.start))
+            at = end = boundary
     if pieces:
         yield start, end, pieces
 
 
 def _pieces(extent: NewExtent, skew: int, length: int) -> Iterator[memoryview]:
     """The bytes [skew, skew + length) of an extent that is still in memory."""
-    for piece in extent.pieces:
+    for piece in (kept.data for kept in extent.pieces):
         if skew >= len(piece):
             skew -= len(piece)
             continue

@@ -629,7 +629,7 @@ class OplogChunkHeader:
 
 
 # Length of the operation, of the padding behind it, of the data; sequence. Then a
-# checksum over these fields, the operation and the data. Long data is block-aligned, so
+# checksum over these fields, the operation and the data's checksum. Long data is block-aligned, so
 # that direct I/O can take it from where it lies.
 OPLOG_RECORD = struct.Struct("<IIIxxxxQ")
 OPLOG_ALIGNED_MIN = 64 * 1024

@@ -8,6 +8,7 @@ import stat
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, Layout
 from kvfs.engine.format import (
     ROOT_INODE,
@@ -43,7 +44,7 @@ class NewExtent:
     session_id: int
     offset: int
     size: int
-    pieces: list[memoryview]
+    pieces: list[Kept]
     choice: CodecChoice
     layout: Layout
 
@@ -65,16 +66,16 @@ class Stored:
 Part = memoryview | Hole | Stored
 
 
-def _cut_bytes(data: memoryview, start: int, end: int) -> memoryview:
-    return data[start:end]
+def _cut_kept(kept: Kept, start: int, end: int) -> Kept:
+    return kept.part(start, end)
 
 
 def _cut_place(place: Place, start: int, _end: int) -> Place:
     return place[0], place[1] + start
 
 
-def no_bytes() -> Intervals[memoryview]:
-    return Intervals(_cut_bytes)
+def no_bytes() -> Intervals[Kept]:
+    return Intervals(_cut_kept)
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ class Node:
     inode: Inode
     map: Intervals[Place] = field(default_factory=lambda: Intervals(_cut_place))
     uses: Counter[int] = field(default_factory=Counter)
-    dirty: Intervals[memoryview] = field(default_factory=no_bytes)
+    dirty: Intervals[Kept] = field(default_factory=no_bytes)
     choice: CodecChoice = CodecChoice.AUTO
     layout: Layout = field(default_factory=Layout)
     codec_version: int = -1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from kvfs.engine import ops
+from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, layout_of
 from kvfs.engine.files import Files
 from kvfs.engine.format import (
@@ -77,7 +78,7 @@ class State:
 
     # -- operations
 
-    def prepare(self, op: ops.Operation, data: Callable[[], memoryview]) -> Step[Done]:
+    def prepare(self, op: ops.Operation, data: Callable[[], Kept]) -> Step[Done]:
         """Load and check; the returned callable does it. `data` gives the kept bytes of
         a Write, once it is logged."""
         match op:
@@ -103,7 +104,7 @@ class State:
                 return (yield from self._drop(op))
         raise AssertionError(op)
 
-    def _write(self, op: ops.Write, data: Callable[[], memoryview]) -> Step[Done]:
+    def _write(self, op: ops.Write, data: Callable[[], Kept]) -> Step[Done]:
         node = yield from self.nodes.node(op.ino)
         if op.offset + op.length > FILE_SIZE_MAX:
             raise error(errno.EFBIG)

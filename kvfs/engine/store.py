@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from kvfs.engine import journal, ops
 from kvfs.engine.assembly import Assembler
-from kvfs.engine.buffer import Buffer
+from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
 from kvfs.engine.format import (
@@ -172,7 +172,7 @@ class Store:
         ring.checkpointed(old.replay.sequence)
         self._buffer.begin(token)
         for record in recovered:
-            self._redo(ops.unpack(record.operation), record.data)
+            self._redo(ops.unpack(record.operation), record.kept)
         writer.counters.recovered_operations = len(recovered)
         self._executor.spawn(self._drop_orphans())
 
@@ -184,10 +184,10 @@ class Store:
             created_ns = self.superblock.created_ns
             self._state.make_root(self._options.uid, self._options.gid, created_ns)
 
-    def _redo(self, op: ops.Operation, data: memoryview) -> None:
+    def _redo(self, op: ops.Operation, kept: Kept) -> None:
         # It was prepared on this very state before it was logged, so it succeeds again.
-        run(self._state.prepare(op, lambda: data))()
-        self._writer.count(cost(op), len(data))
+        run(self._state.prepare(op, lambda: kept))()
+        self._writer.count(cost(op), len(kept.data))
 
     # -- looking
 
@@ -410,7 +410,7 @@ class Store:
             raise error(errno.EROFS)
         charge = cost(op)
         yield from self._admit(charge, len(data), frees=frees)
-        kept = memoryview(b"")
+        kept = Kept(memoryview(b""), None)
         done = yield from self._state.prepare(op, lambda: kept)
         kept = self._buffer.append(writer.operation + 1, ops.pack(op), data)
         inode = done()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvfs.engine import codec
+from kvfs.engine.buffer import Kept
 from kvfs.engine.buffers import BufferPool, copy, is_aligned
 from kvfs.engine.codec import AutoCodec, Codec
 from kvfs.engine.format import (
@@ -116,7 +117,7 @@ class EncodeBatch:
         payloads = []
         at = encoded_bytes = encoded_into = 0
         for extent, used in zip(self.extents, self.codecs, strict=True):
-            if used == Codec.NONE and all(map(is_aligned, extent.pieces)):
+            if used == Codec.NONE and all(is_aligned(piece.data) for piece in extent.pieces):
                 payloads.append(_as_it_lies(extent))
                 continue
             payload = self._encode(extent, used, at)
@@ -144,8 +145,10 @@ class EncodeBatch:
 
 def _as_it_lies(extent: NewExtent) -> Payload:
     """Stored raw and written from the operation log's memory: no copy."""
-    record = _record(extent, Codec.NONE, extent.size, checksum(*extent.pieces))
-    return Payload(record, extent.pieces)
+    buffers = [piece.data for piece in extent.pieces]
+    digest = extent.pieces[0].digest if len(buffers) == 1 else None
+    check = checksum(*buffers) if digest is None else digest
+    return Payload(_record(extent, Codec.NONE, extent.size, check), buffers)
 
 
 def _record(extent: NewExtent, used: Codec, stored: int, check: int) -> RecordHeader:
@@ -155,9 +158,9 @@ def _record(extent: NewExtent, used: Codec, stored: int, check: int) -> RecordHe
     )  # fmt: skip
 
 
-def _gather(pieces: list[memoryview], out: memoryview) -> None:
+def _gather(pieces: list[Kept], out: memoryview) -> None:
     at = 0
-    for piece in pieces:
+    for piece in (kept.data for kept in pieces):
         end = at + len(piece)
         copy(piece, out[at:end])
         at = end

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvfs.engine.buffer import BufferedOperation
+from kvfs.engine.buffer import BufferedOperation, Kept
 from kvfs.engine.buffers import copy
 from kvfs.engine.format import (
     BLOCK,
@@ -103,7 +103,7 @@ class OperationLog:
 
     def append(
         self, sequence: int, operation: bytes, data: bytes | bytearray | memoryview = b""
-    ) -> memoryview:
+    ) -> Kept:
         length = len(data)
         worst = OPLOG_RECORD_SIZE + len(operation) + BLOCK + length
         chunk = self._used[-1] if self._used else None
@@ -117,11 +117,13 @@ class OperationLog:
         kept = view[data_start:end]
         copy(memoryview(data), kept)
         lengths = OPLOG_RECORD.pack(len(operation), data_start - operation_end, length, sequence)
-        check = checksum(lengths + operation, kept).to_bytes(8, "little")
+        # Of what was handed in: that is in the processor's cache, the copy may not be.
+        digest = checksum(data)
+        check = _record_checksum(lengths, operation, digest)
         view[start:operation_end] = lengths + check + operation
         chunk.end = round_up(end, OPLOG_ALIGN)
         chunk.last = sequence
-        return kept
+        return Kept(kept, digest)
 
     def release(self, sequence: int) -> None:
         while self._used and self._used[0].last <= sequence:
@@ -219,11 +221,16 @@ def _records(chunk: _Chunk, first: int) -> Iterator[BufferedOperation]:
         end = data_start + data_length
         if sequence != expected or end > len(view):
             return
-        stored = int.from_bytes(view[start + OPLOG_RECORD.size : body], "little")
         operation = bytes(view[body : body + operation_length])
-        data = view[data_start:end]
-        if checksum(lengths + operation, data) != stored:
+        kept = Kept(view[data_start:end], checksum(view[data_start:end]))
+        assert kept.digest is not None
+        check = _record_checksum(lengths, operation, kept.digest)
+        if check != view[start + OPLOG_RECORD.size : body]:
             return
-        yield BufferedOperation(sequence, operation, data)
+        yield BufferedOperation(sequence, operation, kept)
         chunk.end = round_up(end, OPLOG_ALIGN)
         expected += 1
+
+
+def _record_checksum(lengths: bytes, operation: bytes, digest: int) -> bytes:
+    return checksum(lengths + operation + digest.to_bytes(8, "little")).to_bytes(8, "little")

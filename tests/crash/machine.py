@@ -116,7 +116,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.states: list[Tree] = [Tree()]
         self.used: list[int] = []
         self.pinned: list[int] = []
-        self.opened = 0
+        self.boots = 0
 
     def teardown(self) -> None:
         try:
@@ -153,7 +153,7 @@ class CrashMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.pinned = []
         self.executor = self.make_executor()
-        log = OperationLog(self.directory / "log", _LOG_LIMIT)
+        log = OperationLog(self.directory / "log", _LOG_LIMIT, f"boot {self.boots}")
         self.store = Store.open(self.device, "ring", self.executor, log, _OPTIONS)
         assert self.store.damage is None
 
@@ -369,6 +369,7 @@ class CrashMachine(RuleBasedStateMachine):
         candidates = self.candidates(moment)
         self.used = self.used_until(moment)
         shutil.rmtree(self.directory / "log")
+        self.boots += 1
         self.device = RecordingDevice(image)
         self.open()
         self.states = [self.matching(view_of(self.store, self.run), candidates)]
@@ -522,7 +523,8 @@ class DeferredCrashMachine(CrashMachine):
 
 
 def open_inline(device: RecordingDevice, log: Path) -> Store:
-    store = Store.open(device, "ring", InlineExecutor(), OperationLog(log, _LOG_LIMIT), _OPTIONS)
+    buffer = OperationLog(log, _LOG_LIMIT, "boot after a power cut")
+    store = Store.open(device, "ring", InlineExecutor(), buffer, _OPTIONS)
     assert store.damage is None, store.damage
     return store
 

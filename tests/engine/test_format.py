@@ -192,8 +192,8 @@ def flipped(data: bytes, bit: int) -> bytes:
 EXAMPLE_SUPERBLOCK = Superblock(
     uuid=b"u" * 16, generation=5, epoch=3, epoch_start=70, created_ns=1, device_size=2**24,
     segment_size=2**20, segment_count=15, id_floor=2**33, hash_key=b"h" * 16,
-    oplog_token=b"t" * 16, oplog_home=b"h", flags=SuperblockFlag(0), operation=9, checkpoint=Pointer(2**20, 100),
-    replay=Position(1, 4096, 2, 77, 12345),
+    oplog_token=b"t" * 16, oplog_home=b"h", flags=SuperblockFlag(0), operation=9,
+    checkpoint=Pointer(2**20, 100), replay=Position(1, 4096, 2, 77, 12345),
 )  # fmt: skip
 EXAMPLE_FRAME = FrameHeader(
     b"u" * 16, 3, 77, 5, 76, 9, 2**20, 2, FrameFlag.CONTINUES, 1, 100, 4096, 8192, 99

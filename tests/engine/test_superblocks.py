@@ -135,7 +135,7 @@ def test_ids_are_new_also_when_the_newest_slot_was_lost_twice(bench: Bench) -> N
     for number in range(4):
         image = bytearray(bench.device.image)
         wipe(image, slots(bench.device)[-1].address)
-        bench = Bench(bench.directory / "next", RecordingDevice(image))
+        bench = Bench(bench.directory / "next", RecordingDevice(image), boot=str(number))
         inos.add(bench.make(b"file %d" % number))
         run(bench.store.sync())
         bench.directory = bench.directory.parent
