@@ -112,6 +112,16 @@ class EncodeBatch:
     codecs: list[Codec]
     arena: memoryview
 
+    @property
+    def costs_nothing(self) -> bool:
+        """Everything goes to the ring as it lies, and its checksums are known."""
+        return not any(self.codecs) and all(
+            len(extent.pieces) == 1
+            and extent.pieces[0].digest is not None
+            and is_aligned(extent.pieces[0].data)
+            for extent in self.extents
+        )
+
     def __call__(self) -> Encoded:
         started = time.perf_counter()
         payloads = []
@@ -172,7 +182,8 @@ def start_encoding(
     pool: BufferPool,
     submit: Callable[[EncodeBatch], Completion[Encoded]],
 ) -> None:
-    """Have a batch encoded in a thread, unless that was already begun."""
+    """Have a batch encoded, unless that was already begun: in a thread, if that is worth
+    the change of threads."""
     if batch.encoding is not None:
         return
     extents = batch.sealed.extents
@@ -182,7 +193,12 @@ def start_encoding(
         codec.resolve(extent.choice, extent.layout, auto_compresses=auto_compresses)
         for extent in extents
     ]
-    batch.encoding = submit(EncodeBatch(extents, codecs, batch.arena.buffer))
+    work = EncodeBatch(extents, codecs, batch.arena.buffer)
+    if work.costs_nothing:
+        batch.encoding = Completion()
+        batch.encoding.finish(work())
+    else:
+        batch.encoding = submit(work)
 
 
 def place(batch: Batch, encoded: Encoded, ring: Ring, state: State) -> Placed:
