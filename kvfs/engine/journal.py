@@ -20,6 +20,7 @@ from kvfs.engine.codec import Codec, Layout
 from kvfs.engine.device import Device, read_bytes
 from kvfs.engine.format import (
     BLOCK,
+    ITEM_OVERHEAD,
     KEY,
     NO_SEGMENT,
     Extent,
@@ -44,7 +45,7 @@ from kvfs.engine.format import (
 from kvfs.engine.index import Index
 from kvfs.engine.ring import Frame, Geometry, Ring, read_frame, read_header
 
-CHUNK_SIZE = 256 * 1024
+CHUNK_SIZE_MAX = 256 * 1024
 _COUNT = struct.Struct("<I")
 
 
@@ -82,7 +83,7 @@ def _release(index: Index, ring: Ring, key: bytes) -> None:
     value = index.committed(key)
     if value is not None:
         extent = Extent.unpack(key_owner(key), value)
-        ring.release(extent.address, extent.stored)
+        ring.release(extent.address, extent.stored, ring.position.sequence)
 
 
 # -- checkpoint ------------------------------------------------------------------
@@ -96,17 +97,19 @@ class EncodedChunk:
     stored: memoryview
 
 
-def encode_chunks(items: list[tuple[bytes, bytes]]) -> list[EncodedChunk]:
-    """All items in key order as chunks. Runs in a thread."""
+def encode_chunks(items: list[tuple[bytes, bytes]], limit: int) -> list[EncodedChunk]:
+    """All items in key order as chunks of at most `limit` bytes, or of one item. Runs in
+    a thread."""
     chunks: list[EncodedChunk] = []
     group: list[Item] = []
     size = 0
     for key, value in items:
-        group.append((key, value))
-        size += len(key) + len(value)
-        if size >= CHUNK_SIZE:
+        taken = ITEM_OVERHEAD + len(value)
+        if group and size + taken > limit:
             chunks.append(_encode(RecordKind.INDEX, pack_items(group)))
             group, size = [], 0
+        group.append((key, value))
+        size += taken
     if group:
         chunks.append(_encode(RecordKind.INDEX, pack_items(group)))
     return chunks

@@ -208,10 +208,11 @@ class Ring:
 
     # -- segments
 
-    def release(self, address: int, stored: int) -> None:
-        """The blocks of an extent or node are dead."""
+    def release(self, address: int, stored: int, needed_until: int) -> None:
+        """The blocks of an extent or node are dead: only a checkpoint that replays from
+        `needed_until` or before may know them."""
         if self.liveness.clear(address, stored):
-            self._died[self.geometry.segment(address)] = self.position.sequence
+            self._died[self.geometry.segment(address)] = needed_until
 
     def checkpointed(self, needed_from: int) -> None:
         """Both superblock slots replay from `needed_from` or later."""

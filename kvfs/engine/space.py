@@ -9,14 +9,14 @@ from kvfs.engine.format import BLOCK, NO_SEGMENT, round_up
 from kvfs.engine.index import Index
 from kvfs.engine.ring import RESERVED_SEGMENTS, Ring
 
-_OPERATION_COST = 2048
-# Two whole checkpoints: a new one is written while the old one is still needed.
-_CHECKPOINTS = 2
+_OPERATION_COST = 4096
+# Whole checkpoints: those of both superblock slots, and a new one.
+_CHECKPOINTS = 3
 
 
 def cost(op: ops.Operation) -> int:
     """The bytes of the ring that an operation may take, at most: in its own frame, and
-    its items in two checkpoints. What it frees is not counted."""
+    its items in the checkpoints. What it frees is not counted."""
     match op:
         case ops.Write():
             return _OPERATION_COST + round_up(op.length) + 2 * BLOCK
@@ -25,7 +25,7 @@ def cost(op: ops.Operation) -> int:
         case ops.Create():
             return _OPERATION_COST + (1 + _CHECKPOINTS) * len(op.target)
         case ops.Rename():
-            return 4 * _OPERATION_COST
+            return 2 * _OPERATION_COST
     return _OPERATION_COST
 
 
@@ -53,10 +53,15 @@ class Space:
         """Bytes that operations may still be promised. What makes room may use the reserve."""
         ring = self.ring
         segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT)
-        reserve = _CHECKPOINTS * self.index.size
+        reserve = _CHECKPOINTS * self._checkpoint_size
         if not frees:
             reserve += RESERVED_SEGMENTS * self.usable_segment
         return max(0, ring.room) + segments * self.usable_segment - promised - reserve
+
+    @property
+    def _checkpoint_size(self) -> int:
+        """What a checkpoint takes, at most: its chunks are rounded up to whole blocks."""
+        return self.index.size * 17 // 16 + 2 * BLOCK
 
     @property
     def reclaimable(self) -> int:

@@ -334,7 +334,9 @@ class Writer:
 
     def _append_checkpoint(self, *, closing: bool) -> Step[None]:
         described = self._placed_operation
-        encode = partial(journal.encode_chunks, self.index.snapshot())
+        # Not longer than extents: how well a segment is filled depends on the longest.
+        limit = min(journal.CHUNK_SIZE_MAX, self.space.extent_max)
+        encode = partial(journal.encode_chunks, self.index.snapshot(), limit)
         pointers = yield from self._append_chunks((yield from wait(self.executor.submit(encode))))
         (root,) = yield from self._append_chunks([journal.encode_root(pointers)])
         self.committed_sequence = self.ring.position.sequence - 1
@@ -370,7 +372,8 @@ class Writer:
     ) -> None:
         self.superblock = following
         for pointer in self.checkpoint_places:
-            self.ring.release(pointer.address, pointer.stored)
+            # The other slot still points there, until the next checkpoint takes it.
+            self.ring.release(pointer.address, pointer.stored, following.replay.sequence - 1)
         self.checkpoint_places = places
         self.ring.checkpointed(previous.replay.sequence)
         self.checkpoint_time = time.monotonic()

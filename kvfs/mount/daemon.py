@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _THREADS = 10
 _TICK_SECONDS = 1.0
 _READ_AHEAD_KIB = 4096
-_GIL_SWITCH_SECONDS = 0.0005
+_GARBAGE_THRESHOLD = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,9 @@ def serve(config: MountConfig, ready: Callable[[], None]) -> None:
 
 
 async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], None]) -> None:
-    sys.setswitchinterval(_GIL_SWITCH_SECONDS)
+    # What lives as long as the daemon is not looked at by the collector again and again.
+    gc.freeze()
+    gc.set_threshold(_GARBAGE_THRESHOLD)
     async with trio.open_nursery() as nursery:
         executor = LoopExecutor(nursery, _THREADS)
         buffer = OperationLog(_log_directory(config, device), _warm_limit(config))
