@@ -127,8 +127,6 @@ class OperationLog:
 
     def release(self, sequence: int) -> None:
         while self._used and self._used[0].last <= sequence:
-            if len(self._used) == 1 and self._used[0].room > 0:
-                break
             chunk = self._used.popleft()
             if len(self._idle) < _KEPT_CHUNKS:
                 self._idle.append(chunk)
