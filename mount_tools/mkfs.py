@@ -97,7 +97,7 @@ def _image_made_if_missing(device: Path, size: int | None) -> Iterator[None]:
         return
     if device.parent.resolve().is_relative_to("/dev") and not _is_memory(device):
         raise CommandError(f"{device} does not exist: is it the right name of the device?")
-    size = size or DEFAULT_SIZE
+    size = DEFAULT_SIZE if size is None else size
     try:
         create_image(device, size)
     except OSError as failure:
@@ -117,7 +117,8 @@ def _is_memory(device: Path) -> bool:
 
 def _check_size(device: Path, size: int | None) -> None:
     status = device.stat()
-    if size is None or (stat.S_ISREG(status.st_mode) and status.st_size == size):
+    is_image, is_device = stat.S_ISREG(status.st_mode), stat.S_ISBLK(status.st_mode)
+    if size is None or not (is_image or is_device) or (is_image and status.st_size == size):
         return
     raise CommandError(
         f"{device} exists and keeps its size: leave out --size, or remove the file first"
@@ -129,7 +130,9 @@ def _format(path: Path, segment_size: int | None, *, force: bool) -> Superblock:
     try:
         if not force:
             _refuse_used(device)
-        superblock = format_device(device, segment_size or _fitting_segment_size(device))
+        if segment_size is None:
+            segment_size = _fitting_segment_size(device)
+        superblock = format_device(device, segment_size)
         _wipe_foreign(device)
     finally:
         device.close()

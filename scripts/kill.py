@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
 
 KVFS = str(Path(sys.executable).with_name("kvfs"))
 SIZE_MAX = 3 * 1024 * 1024
@@ -105,20 +106,22 @@ def _resize(content: bytearray, size: int) -> None:
 
 def write_forever(directory: Path, manifest: Path, seed: int) -> None:
     """Until the filesystem is gone."""
-    rng = random.Random(seed)
-    tree: Tree = read_tree(directory)
     with manifest.open("w", buffering=1) as lines:
-        while True:
-            action = choose(rng, tree)
-            lines.write(f"? {json.dumps(asdict(action))}\n")
-            try:
-                action.run(directory)
-            except OSError as failure:
-                if failure.errno in GONE:
-                    return
+        try:
+            write_until_gone(directory, lines, random.Random(seed))
+        except OSError as failure:
+            if failure.errno not in GONE:
                 raise
-            lines.write("ok\n")
-            action.apply(tree)
+
+
+def write_until_gone(directory: Path, lines: TextIO, rng: random.Random) -> None:
+    tree = read_tree(directory)
+    while True:
+        action = choose(rng, tree)
+        lines.write(f"? {json.dumps(asdict(action))}\n")
+        action.run(directory)
+        lines.write("ok\n")
+        action.apply(tree)
 
 
 def choose(rng: random.Random, tree: Tree) -> Action:

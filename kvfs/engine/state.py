@@ -106,6 +106,7 @@ class State:
 
     def _write(self, op: ops.Write, data: Callable[[], Kept]) -> Step[Done]:
         node = yield from self.nodes.node(op.ino)
+        _refuse_all_but_files(node)
         if op.offset + op.length > FILE_SIZE_MAX:
             raise error(errno.EFBIG)
         if node.codec_version != self._codec_version:
@@ -255,8 +256,7 @@ class State:
     def _set_attributes(self, op: ops.SetAttributes) -> Step[Done]:
         node = yield from self.nodes.node(op.ino)
         if op.size is not None:
-            if node.is_directory:
-                raise error(errno.EISDIR)
+            _refuse_all_but_files(node)
             if not 0 <= op.size <= FILE_SIZE_MAX:
                 raise error(errno.EFBIG)
 
@@ -400,3 +400,9 @@ class State:
     def committed(self, sealed: Sealed) -> None:
         """A sealed batch is in the ring."""
         self.files.committed(sealed.extents)
+
+
+def _refuse_all_but_files(node: Node) -> None:
+    """Only regular files have data. Raises EISDIR, EINVAL."""
+    if not stat.S_ISREG(node.inode.mode):
+        raise error(errno.EISDIR if node.is_directory else errno.EINVAL)

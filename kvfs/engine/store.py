@@ -35,7 +35,7 @@ from kvfs.engine.format import (
     key_owner,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.io import Executor, Step, run, wait_all
+from kvfs.engine.io import DeadlineExceeded, Executor, Step, run, wait_all
 from kvfs.engine.nodes import Node, Part, Stored, error
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.ring import Geometry, Ring
@@ -389,13 +389,13 @@ class Store:
         return inode.ino
 
     def _drop_if_free(self, ino: int) -> Step[None]:
-        node = yield from self._state.nodes.node(ino)
-        if node.inode.nlink == 0 and node.pins == 0 and not self.read_only:
-            try:
+        try:
+            node = yield from self._state.nodes.node(ino)
+            if node.inode.nlink == 0 and node.pins == 0 and not self.read_only:
                 yield from self._perform(ops.Drop(time.time_ns(), ino), frees=True)
-            except OSError as failure:
-                # The name is gone all the same; the inode is dropped at the next mount.
-                log.info("inode %d is kept for now: %s", ino, failure)
+        except (OSError, DeadlineExceeded) as failure:
+            # The name is gone all the same; the inode is dropped at the next mount.
+            log.info("inode %d is kept for now: %s", ino, failure)
 
     def _drop_orphans(self) -> Step[None]:
         for ino in (yield from self._state.orphans()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import os
@@ -14,7 +15,7 @@ from uuid import UUID
 import pyfuse3
 import trio
 
-from kvfs.engine.device import FileDevice
+from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.store import Store, StoreOptions
 from kvfs.engine.superblocks import read_superblocks
 from kvfs.mount.fuse import Filesystem
@@ -65,14 +66,17 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
     gc.set_threshold(_GARBAGE_THRESHOLD)
     async with trio.open_nursery() as nursery:
         executor = LoopExecutor(nursery, _THREADS)
-        buffer = OperationLog(_log_directory(config, device), _warm_limit(config))
+        directory = _log_directory(config, device)
+        buffer = OperationLog(directory, _warm_limit(config))
+        if not config.read_only:
+            _claim(directory)
         store = Store.open(device, str(config.source), executor, buffer, config.store)
         if store.damage:
             log.error("%s", store.damage)
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
         describe = (str(config.mountpoint), str(config.source))
         filesystem = Filesystem(store, look_ahead, config.deadline_seconds, describe)
-        pyfuse3.init(filesystem, str(config.mountpoint), _options(config))
+        _mount(filesystem, config)
         try:
             nursery.start_soon(_stop_on_signal)
             nursery.start_soon(_tick, store)
@@ -88,6 +92,33 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
 def _log_directory(config: MountConfig, device: FileDevice) -> Path:
     superblock = read_superblocks(device, str(config.source)).newest
     return config.warm_directory / f"kvfs-{os.geteuid()}" / str(UUID(bytes=superblock.uuid))
+
+
+def _claim(directory: Path) -> None:
+    """A copy of a mounted image has the same uuid, and so the same directory: it must not
+    take the operations of the other. Held until the process ends."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise DeviceError(
+            f"{directory} is in use by the mount of a ring with the same uuid; is this image a "
+            f"copy of that one? mount it with another --warm-dir"
+        ) from None
+
+
+def _mount(filesystem: Filesystem, config: MountConfig) -> None:
+    """Two commands for one mountpoint at the same time must not stack their mounts."""
+    fd = os.open(config.mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if find_mount(config.mountpoint) is not None:
+            raise DeviceError(f"{config.mountpoint} is a mountpoint of KVFS already")
+        pyfuse3.init(filesystem, str(config.mountpoint), _options(config))
+    finally:
+        os.close(fd)
 
 
 def _warm_limit(config: MountConfig) -> int:

@@ -14,6 +14,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class OperationLog:
         return str(directory) if any(directory.iterdir()) else None
 
     def open(self, uuid: bytes, token: bytes, sequence: int) -> Iterator[BufferedOperation]:
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._make_directory()
         self._uuid, self._token = uuid, token
         expected = sequence + 1
         for first, chunk in self._left_behind():
@@ -140,16 +141,22 @@ class OperationLog:
             self._discard(chunk)
         self._used.clear()
         self._idle.clear()
-        self.directory.rmdir()
+        with suppress(FileNotFoundError):
+            self.directory.rmdir()
 
     def has_room(self, size: int) -> bool:
         if self._idle or (self._used and self._used[-1].room >= size + 2 * BLOCK):
             return True
+        # Whoever tidies up a tmpfs may have removed it under us.
+        self._make_directory()
         allowed = self.limit - CHUNK_SIZE * len(self._used)
         status = os.statvfs(self.directory)
         return min(allowed, status.f_bavail * status.f_frsize) >= CHUNK_SIZE
 
     # -- chunks
+
+    def _make_directory(self) -> None:
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _next_chunk(self, sequence: int, size: int) -> _Chunk:
         if size > CHUNK_SIZE - _FIRST_RECORD:

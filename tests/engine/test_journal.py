@@ -60,7 +60,7 @@ def reopened(bench: Bench, image: bytearray) -> Store:
     return store
 
 
-# -- the end of the log --------------------------------------------------------------
+# -- the end of the log ----------------------------------------------------------------
 
 
 def test_whole_frames_are_replayed(bench: Bench) -> None:
@@ -126,7 +126,7 @@ def test_a_frame_found_torn_does_not_come_back(bench: Bench) -> None:
     assert files(reopened(bench, whole)) == expected(b"a", b"b")
 
 
-# -- what is no frame of this log -----------------------------------------------------
+# -- what is no frame of this log ------------------------------------------------------
 
 
 def test_a_stale_frame_of_an_earlier_turn_behind_the_end_is_ignored(bench: Bench) -> None:
@@ -253,7 +253,7 @@ def test_a_segment_that_only_a_lost_unit_named_is_named_again(bench: Bench) -> N
     assert files(reopened(bench, other.device.image)) == {**expected(b"a"), b"more": content}
 
 
-# -- damage -------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------
 
 
 def damaged(bench: Bench, image: bytearray) -> Bench:
@@ -350,7 +350,7 @@ def test_a_ring_that_was_not_closed_can_be_looked_at_read_only(bench: Bench) -> 
     check_read_only(other)
 
 
-# -- checkpoints ---------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------
 
 
 def closed_with_files(bench: Bench) -> bytearray:
@@ -439,7 +439,7 @@ def tmpfs_bench(bench: Bench) -> Callable[..., Bench]:
     return make
 
 
-# -- the next segment ------------------------------------------------------------------------
+# -- the next segment ------------------------------------------------------------------
 
 
 def test_a_link_leads_to_a_segment_that_was_not_known_in_time(bench: Bench) -> None:

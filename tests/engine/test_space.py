@@ -160,7 +160,7 @@ def test_free_never_grows_by_writing(bench: Bench) -> None:
         free = now
 
 
-# -- st_blocks ------------------------------------------------------------------------
+# -- st_blocks -------------------------------------------------------------------------
 
 
 def stored_of(items: Items, ino: int) -> int:
@@ -239,7 +239,7 @@ def test_who_watches_blocks_is_told_whose_changed(bench: Bench) -> None:
     assert other not in told
 
 
-# -- liveness ----------------------------------------------------------------------------
+# -- liveness --------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(1, 40)), max_size=40))

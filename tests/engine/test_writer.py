@@ -44,6 +44,9 @@ class DeferredBench(Bench):
         self.executor.finish(task)
         return outcome(task)
 
+    def names_now(self) -> list[bytes]:
+        return [entry.name for _, entry in self.go(self.store.list_directory(1, 0, 1000))]
+
     def make_file(self, name: bytes) -> int:
         return self.go(self.store.create(1, name, FILE, 0, 0)).inode.ino
 
@@ -138,7 +141,7 @@ def test_checkpoints_and_operations_at_the_same_time(deferred: DeferredBench) ->
     audit(deferred.store)
 
 
-# -- syncs -------------------------------------------------------------------------------
+# -- syncs -----------------------------------------------------------------------------
 
 
 def test_each_of_many_syncs_covers_what_was_answered_before_it(deferred: DeferredBench) -> None:
@@ -170,7 +173,7 @@ def test_many_syncs_at_once_share_flushes(deferred: DeferredBench) -> None:
     assert deferred.device.flushes - before <= 3
 
 
-# -- a device that fails --------------------------------------------------------------------
+# -- a device that fails ---------------------------------------------------------------
 
 
 def failing(kind: str, times: int = 1_000_000) -> Callable[[str, int, int], None]:
@@ -247,7 +250,7 @@ def test_a_failure_is_told_to_all_who_wait(deferred: DeferredBench) -> None:
     assert deferred.store.failure
 
 
-# -- a ring that is nearly full --------------------------------------------------------------
+# -- a ring that is nearly full --------------------------------------------------------
 
 
 def begin_many(bench: DeferredBench, steps: list[Step[Any]]) -> list[int | None]:
@@ -328,7 +331,7 @@ def test_a_killed_store_that_was_nearly_full_does_all_of_it_again(tmpfs: Path) -
         bench.go(bench.store.close())
 
 
-# -- reads and the writer ----------------------------------------------------------------------
+# -- reads and the writer --------------------------------------------------------------
 
 
 def test_a_read_that_waits_sees_the_file_as_it_is_then(deferred: DeferredBench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvfs.engine.format import DATA_START
-from kvfs.mount.mounts import find_mount
+from kvfs.mount.mounts import find_mount, mounts
 from tests.support.command import error_line
 from tests.support.mounter import KVFS, Mounter, kvfs
 
@@ -294,3 +295,53 @@ def test_any_name_of_an_image_can_be_mounted(tmp_path: Path, fuse: None) -> None
         assert mount.source == str(image)
     finally:
         kvfs("umount", mountpoint)
+
+
+def test_a_copy_of_a_mounted_image_does_not_take_what_the_other_answered(
+    mounter: Mounter, tmp_path: Path
+) -> None:
+    copy, mountpoint = tmp_path / "copy.img", tmp_path / "mnt"
+    mountpoint.mkdir()
+    subprocess.run(["cp", "--sparse=always", mounter.image, copy], check=True)
+    mounter.mount()
+    (mounter.mountpoint / "f").write_bytes(b"answered")
+    arguments = ["mount", mountpoint, copy, "--log", tmp_path / "log"]
+    refused = kvfs(*arguments, "--warm-dir", mounter.warm_directory, check=False)
+    assert refused.returncode == 1
+    assert "copy" in error_line(refused)
+    mounter.kill()
+    mounter.mount()
+    assert (mounter.mountpoint / "f").read_bytes() == b"answered"
+
+
+def test_a_log_directory_that_was_tidied_away_is_made_again(mounter: Mounter) -> None:
+    mounter.mount()
+    for user in mounter.warm_directory.iterdir():
+        shutil.rmtree(user)
+    for number in range(20):
+        (mounter.mountpoint / f"f{number}").write_bytes(os.urandom(MIB))
+    mounter.umount()
+    mounter.mount()
+    assert len(list(mounter.mountpoint.iterdir())) == 20
+
+
+def test_two_mounts_on_one_directory_at_once_do_not_stack(
+    make_mounter: Callable[..., Mounter], tmp_path: Path
+) -> None:
+    first, second = make_mounter("64M"), make_mounter("64M")
+    mountpoint = tmp_path / "mnt"
+    mountpoint.mkdir()
+    commands = [
+        subprocess.Popen(
+            [KVFS, "mount", mountpoint, m.image, "--warm-dir", m.warm_directory, "--log", m.log],
+            stderr=subprocess.PIPE,
+        )
+        for m in (first, second)
+    ]
+    try:
+        for command in commands:
+            command.communicate(timeout=60)
+        assert sorted(command.returncode for command in commands) == [0, 1]
+        assert sum(mount.mountpoint == mountpoint for mount in mounts()) == 1
+    finally:
+        kvfs("umount", mountpoint, check=False)

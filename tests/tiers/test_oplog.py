@@ -62,7 +62,7 @@ def chunk_files(directory: Path) -> list[Path]:
     return sorted(directory.iterdir())
 
 
-# -- what survives ----------------------------------------------------------------------
+# -- what survives ---------------------------------------------------------------------
 
 
 def test_records_survive_the_process(directory: Path) -> None:
@@ -151,7 +151,7 @@ def test_any_records_survive(
         assert opened(directory, sequence=sequence)[1] == records[sequence:]
 
 
-# -- what does not -----------------------------------------------------------------------
+# -- what does not ---------------------------------------------------------------------
 
 
 def damage(directory: Path, at: int, data: bytes) -> None:
@@ -264,7 +264,7 @@ def test_files_that_are_no_chunks_are_removed(directory: Path) -> None:
     assert not directory.exists()
 
 
-# -- space -----------------------------------------------------------------------------------
+# -- space -----------------------------------------------------------------------------
 
 
 def test_released_chunks_are_used_again(directory: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_successor_with_the_same_process_id_gets_chunks_of_its_own(directory: 
     assert opened(directory)[1] == expected
 
 
-# -- where an earlier mount left its log ---------------------------------------------------------
+# -- where an earlier mount left its log -----------------------------------------------
 
 
 def test_a_log_in_another_directory_of_this_boot_is_told_of(directory: Path) -> None:

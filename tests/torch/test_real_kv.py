@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from scripts.demo import AGENTS, load_model, read_script
 
 TOKENS = 2048

@@ -1,0 +1,259 @@
+"""Completions, steps and worker threads; and a store driven by a real loop of threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+import pytest
+
+from kvfs.engine import ops
+from kvfs.engine.device import FileDevice, create_image
+from kvfs.engine.format import BLOCK, OPLOG_ALIGN
+from kvfs.engine.io import (
+    Completion,
+    DeadlineExceeded,
+    InlineExecutor,
+    Step,
+    WorkerThreads,
+    run,
+    wait,
+    wait_all,
+)
+from kvfs.engine.space import cost
+from kvfs.engine.store import Store
+from kvfs.engine.superblocks import format_device
+from kvfs.tiers.oplog import OperationLog
+from tests.engine.audit import audit
+from tests.engine.kit import FILE, MIB, OPTIONS, noise
+from tests.engine.test_writer import DeferredBench, make_deferred
+
+T = TypeVar("T")
+
+
+# -- completions and steps -------------------------------------------------------------
+
+
+def test_callbacks_come_once_when_it_is_done() -> None:
+    completion: Completion[int] = Completion()
+    called: list[str] = []
+    completion.when_done(lambda: called.append("before"))
+    assert called == []
+    completion.finish(7)
+    completion.when_done(lambda: called.append("after"))
+    assert called == ["before", "after"]
+    assert completion.result() == 7
+
+
+def test_a_completion_raises_what_the_work_raised() -> None:
+    completion: Completion[int] = Completion()
+    completion.finish(error=ValueError("no"))
+    with pytest.raises(ValueError, match="no"):
+        completion.result()
+    with pytest.raises(ValueError, match="no"):
+        run(wait(completion))
+
+
+def test_waiting_for_all_waits_for_all_before_it_raises() -> None:
+    """Buffers of the others are in use until they are done, too."""
+    first, second = Completion[int](), Completion[int]()
+    step = wait_all([first, second])
+    assert next(step) is first
+    first.finish(error=ValueError("first"))
+    assert next(step) is second
+    second.finish(1)
+    with pytest.raises(ValueError, match="first"):
+        next(step)
+
+
+def test_a_step_that_waits_for_nothing_is_run_in_place() -> None:
+    executor = InlineExecutor()
+    assert run(wait(executor.submit(lambda: 5))) == 5
+    assert executor.spawn(wait(executor.submit(lambda: 6))).result() == 6
+    failed = executor.submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        run(wait(failed))
+
+
+def test_a_step_that_would_wait_for_ever_is_a_fault() -> None:
+    with pytest.raises(RuntimeError, match="nobody will finish"):
+        run(wait(Completion()))
+
+
+# -- a loop with threads ---------------------------------------------------------------
+
+
+class Loop(WorkerThreads):
+    """The smallest loop: a queue of what is to be called in this thread."""
+
+    def __init__(self, threads: int) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        super().__init__(threads, self._calls.put)
+
+    def spawn(self, step: Step[T]) -> Completion[T]:
+        completion: Completion[T] = Completion()
+        self._calls.put(lambda: self._resume(step, completion))
+        return completion
+
+    def run(self, step: Step[T]) -> T:
+        completion: Completion[T] = Completion()
+        self._resume(step, completion)
+        while not completion.done:
+            self._calls.get(timeout=60)()
+        return completion.result()
+
+    def _resume(self, step: Step[Any], completion: Completion[Any]) -> None:
+        try:
+            waits_for = next(step)
+        except StopIteration as stop:
+            completion.finish(stop.value)
+        except Exception as failure:
+            completion.finish(error=failure)
+        else:
+            waits_for.when_done(lambda: self._resume(step, completion))
+
+
+def test_work_runs_in_threads_and_is_finished_in_the_loop() -> None:
+    loop = Loop(threads=3)
+    here = threading.get_ident()
+    finished_in: list[int] = []
+
+    def work() -> int:
+        return threading.get_ident()
+
+    works = [loop.submit(work) for _ in range(20)]
+    for completion in works:
+        completion.when_done(lambda: finished_in.append(threading.get_ident()))
+    loop.run(wait_all(works))
+    assert all(completion.result() != here for completion in works)
+    assert set(finished_in) == {here}
+
+
+def test_a_thread_survives_work_that_fails() -> None:
+    loop = Loop(threads=1)
+    with pytest.raises(ZeroDivisionError):
+        loop.run(wait(loop.submit(lambda: 1 // 0)))
+    assert loop.run(wait(loop.submit(lambda: 5))) == 5
+
+
+def test_a_long_queue_has_no_room_for_what_can_wait() -> None:
+    loop, blocked = Loop(threads=1), threading.Event()
+    works = [loop.submit(blocked.wait) for _ in range(6)]
+    assert not loop.has_room
+    blocked.set()
+    loop.run(wait_all(works))
+    assert loop.has_room
+
+
+def test_a_store_on_threads_and_an_image_file(tmp_path: Path, tmpfs: Path) -> None:
+    """Real direct I/O, several threads, a ring that turns; then a kill and a clean end."""
+    create_image(tmp_path / "ring.img", 33 * MIB)
+    device = FileDevice(tmp_path / "ring.img")
+    format_device(device, MIB)
+    loop = Loop(threads=4)
+
+    def opened() -> Store:
+        return Store.open(device, "ring", loop, OperationLog(tmpfs / "log", 32 * MIB), OPTIONS)
+
+    def make(name: bytes) -> int:
+        return loop.run(store.create(1, name, FILE, 0, 0)).inode.ino
+
+    store = opened()
+    files = {b"%d" % number: bytearray() for number in range(6)}
+    inos = {name: make(name) for name in files}
+    random = Random(1)
+    for number in range(400):
+        name = random.choice(list(files))
+        if random.random() < 0.6:
+            loop.run(store.unlink(1, name))
+            inos[name], files[name] = make(name), bytearray()
+        content = files[name]
+        offset, size = random.randrange(MIB // 2), random.randrange(1, MIB // 2)
+        data = noise(size, number)
+        loop.run(store.write(inos[name], offset, data))
+        content.extend(bytes(max(0, offset + size - len(content))))
+        content[offset : offset + size] = data
+        if number % 10 == 0:
+            loop.run(store.sync())
+        if number % 25 == 0:
+            loop.run(store.checkpoint())
+        other = random.choice(list(files))
+        assert bytes(loop.run(store.read(inos[other], 0, 3 * MIB))) == files[other]
+    assert store.counters.device_written > device.size, "the ring has turned"
+    store = opened()
+    for name, ino in inos.items():
+        assert bytes(loop.run(store.read(ino, 0, 3 * MIB))) == files[name]
+    loop.run(store.close())
+    store = opened()
+    for name, ino in inos.items():
+        assert bytes(loop.run(store.read(ino, 0, 3 * MIB))) == files[name]
+    audit(store)
+    loop.run(store.close())
+    device.close()
+
+
+# -- deadlines -------------------------------------------------------------------------
+
+
+def give_up(bench: DeferredBench, step: Step[Any]) -> None:
+    """What a driver does when a step has waited for too long."""
+    next(step)
+    for _ in range(3):
+        bench.executor.happen()
+    with pytest.raises(DeadlineExceeded):
+        step.throw(DeadlineExceeded())
+
+
+def test_an_unlink_that_was_done_is_not_told_as_a_failure(tmpfs: Path) -> None:
+    """The name is gone once that is in the log. Freeing the file is another operation,
+    which may have to wait for room; who gives up on that has unlinked all the same."""
+    bench = make_deferred(tmpfs, 1)
+    bench.store._buffer.limit = 8 * MIB  # type: ignore[attr-defined]
+    ino = bench.make_file(b"file")
+    bench.go(bench.store.write(ino, 0, noise(MIB) * 7))
+    log = bench.store._buffer._used[-1]  # type: ignore[attr-defined]
+    bench.go(bench.store.write(ino, 0, noise(log.room - 40_000)))
+    # Room for one operation, and not for the next.
+    needed = cost(ops.Drop(0, ino)) + 2 * BLOCK
+    while log.room >= needed + OPLOG_ALIGN:
+        bench.go(bench.store.set_attributes(ino, mode=0o600))
+    assert log.room >= needed
+    unlink = bench.store.unlink(1, b"file")
+    assert next(unlink, None) is not None, "freeing the file has to wait"
+    assert bench.names_now() == []
+    with pytest.raises(StopIteration) as ended:
+        unlink.throw(DeadlineExceeded())
+    assert ended.value.value == ino
+    bench.executor.settle()
+    bench.go(bench.store.close())
+    bench.open()
+    bench.executor.settle()
+    assert bench.store.usage().inodes == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_that_are_given_up_leave_the_store_sound(tmpfs: Path, seed: int) -> None:
+    bench = make_deferred(tmpfs, seed)
+    ino = bench.make_file(b"file")
+    bench.go(bench.store.write(ino, 0, noise(2 * MIB)))
+    bench.go(bench.store.close())
+    bench.open()
+    bench.executor.settle()
+    give_up(bench, bench.store.read(ino, 0, MIB))
+    give_up(bench, bench.store.read(ino, 0, 2 * MIB))
+    bench.go(bench.store.write(ino, MIB, noise(MIB, 1)))
+    give_up(bench, bench.store.sync())
+    bench.go(bench.store.write(ino, 0, noise(1000, 2)))
+    give_up(bench, bench.store.checkpoint())
+    expected = noise(1000, 2) + noise(2 * MIB)[1000:MIB] + noise(MIB, 1)
+    assert bytes(bench.go(bench.store.read(ino, 0, 2 * MIB))) == expected
+    bench.go(bench.store.close())
+    assert bench.store.failure is None
+    bench.open()
+    bench.executor.settle()
+    assert bytes(bench.go(bench.store.read(ino, 0, 2 * MIB))) == expected
+    audit(bench.store)
