@@ -60,7 +60,8 @@ def measure(directory: Path, rounds: int) -> list[Round]:
     mountpoint.mkdir()
     null.mkdir()
     subprocess.run([KVFS, "mkfs", image, "--size", "4G"], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run([KVFS, "mount", mountpoint, image], check=True, stdout=subprocess.DEVNULL)
+    mount = [KVFS, "mount", mountpoint, image, "--log", directory / "log"]
+    subprocess.run(mount, check=True, stdout=subprocess.DEVNULL)
     script = Path(__file__).with_name("null_filesystem.py")
     nothing = subprocess.Popen([sys.executable, script, null])
     try:

@@ -205,7 +205,7 @@ class Mount:
 
     def mount(self) -> None:
         """Start the daemon; it serves when this returns."""
-        run(KVFS, "mount", self.point, self.image)
+        run(KVFS, "mount", self.point, self.image, "--log", self.image.with_suffix(".log"))
 
     def unmount(self) -> None:
         """Stop the daemon; the image is complete when this returns."""

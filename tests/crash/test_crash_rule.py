@@ -9,7 +9,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.crash.machine import CrashMachine, DeferredCrashMachine
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-SHORT = settings(max_examples=60, stateful_step_count=40, **_COMMON)  # type: ignore[arg-type]
+SHORT = settings(max_examples=100, stateful_step_count=40, **_COMMON)  # type: ignore[arg-type]
 LONG = settings(max_examples=2500, stateful_step_count=60, **_COMMON)  # type: ignore[arg-type]
 
 
