@@ -126,7 +126,7 @@ class Ring:
         records does. Raises RingFull when there is none."""
         self.choose_next()
         if self.position.next_segment == NO_SEGMENT:
-            raise RingFull
+            raise RingFull("no segment of the ring is free")
         links = []
         if self.position.next_segment != self._announced:
             links = [self.append([], [], b"", operation=operation, continues=True)]

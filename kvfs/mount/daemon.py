@@ -21,7 +21,7 @@ from kvfs.engine.superblocks import read_superblocks
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
 from kvfs.mount.mounts import find_mount
-from kvfs.tiers.oplog import OperationLog
+from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog
 from kvfs.tiers.prefetch import LookAhead
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ _THREADS = 10
 _TICK_SECONDS = 1.0
 _READ_AHEAD_KIB = 4096
 _GARBAGE_THRESHOLD = 20_000
+_WARM_SIZE_MIN = 4 * CHUNK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,13 @@ def _warm_limit(config: MountConfig) -> int:
     """Half of what the tmpfs has free, at most what was asked for."""
     status = os.statvfs(config.warm_directory)
     half = status.f_bavail * status.f_frsize // 2
-    return half if config.warm_size is None else min(half, config.warm_size)
+    limit = half if config.warm_size is None else min(half, config.warm_size)
+    if limit < _WARM_SIZE_MIN:
+        raise DeviceError(
+            f"the operation log needs {_WARM_SIZE_MIN // 2**20} MiB, and gets {limit // 2**20} "
+            f"MiB: raise --warm, or use a --warm-dir with {2 * _WARM_SIZE_MIN // 2**20} MiB free"
+        )
+    return limit
 
 
 def _options(config: MountConfig) -> set[str]:

@@ -345,3 +345,10 @@ def test_two_mounts_on_one_directory_at_once_do_not_stack(
         assert sum(mount.mountpoint == mountpoint for mount in mounts()) == 1
     finally:
         kvfs("umount", mountpoint, check=False)
+
+
+def test_too_little_memory_for_the_operation_log_is_said_at_once(mounter: Mounter) -> None:
+    refused = mounter.mount("--warm", "1M", check=False)
+    assert refused.returncode == 1
+    assert "32 MiB" in error_line(refused)
+    assert "--warm" in error_line(refused)
