@@ -276,8 +276,8 @@ class CrashMachine(RuleBasedStateMachine):
     def rename(self, pick: int, to: int, new: bytes, how: str, seed: int) -> None:
         old, parent = self.a_name(pick), self.a_directory(to)
         if old is not None:
-            flags = {"replace": how == "replace", "exchange": how == "exchange"}
-            step = self.store.rename(*old, parent, new, **flags)
+            replace, exchange = how == "replace", how == "exchange"
+            step = self.store.rename(*old, parent, new, replace=replace, exchange=exchange)
             self.do(step, lambda tree, _: tree.rename(*old, parent, new, how), seed)
 
     @rule(pick=PICKS, seed=SEEDS)

@@ -16,6 +16,7 @@ from kvfs.engine.format import (
     Extent,
     Inode,
     ItemKind,
+    Pointer,
     Slice,
     round_up,
 )
@@ -126,7 +127,8 @@ def _check_maps(items: Items) -> None:
 def _check_liveness(store: Store, items: Items) -> None:
     geometry = store._writer.ring.geometry
     expected = Liveness(geometry.segment_count, geometry.segment_size)
-    for place in (*items.extents.values(), *store._writer.checkpoint_places):
+    places: list[Extent | Pointer] = [*items.extents.values(), *store._writer.checkpoint_places]
+    for place in places:
         assert geometry.contains(place.address, round_up(place.stored))
         expected.mark(place.address, place.stored)  # refuses what overlaps
     live = store._writer.ring.liveness

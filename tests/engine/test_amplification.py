@@ -15,6 +15,7 @@ from kvfs.engine.io import run
 from tests.engine.deferred import DeferredExecutor
 from tests.engine.kit import DIRECTORY, FILE, MIB, Bench, new_device, noise
 from tests.engine.test_writer import DeferredBench
+from tests.support.devices import Written
 
 LAYERS, STEPS, TURNS, APPEND = 32, 64, 4, 4096
 PAYLOAD = LAYERS * STEPS * APPEND  # of a turn
@@ -75,6 +76,6 @@ def test_what_is_told_is_what_was_written(large: Bench) -> None:
     outside = sum(
         len(event.data)
         for event in large.device.events
-        if hasattr(event, "data") and event.address < DATA_START
+        if isinstance(event, Written) and event.address < DATA_START
     )
     assert large.store.counters.device_written == large.device.bytes_written - outside

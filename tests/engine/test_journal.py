@@ -182,7 +182,7 @@ def test_a_frame_that_follows_another_predecessor_is_ignored(bench: Bench) -> No
     head = bytearray(image[last.address : last.address + FrameHeader.SIZE - 8])
     head[at] ^= 1
     head += checksum(bytes(head)).to_bytes(8, "little")
-    assert FrameHeader.unpack(head).previous_checksum == last.previous_checksum ^ 1
+    assert FrameHeader.unpack(bytes(head)).previous_checksum == last.previous_checksum ^ 1
     image[last.address : last.address + len(head)] = head
     assert files(reopened(bench, image)) == expected(b"a", b"b")
 

@@ -246,7 +246,9 @@ def test_who_watches_blocks_is_told_whose_changed(bench: Bench) -> None:
 def test_liveness_is_a_set_of_blocks(ranges: list[tuple[int, int, int]]) -> None:
     """Against a set; what is live cannot be marked again, nor what is dead cleared."""
     size = 100 * BLOCK
-    liveness, live, marked = Liveness(4, size), set(), []
+    liveness = Liveness(4, size)
+    live: set[int] = set()
+    marked: list[tuple[int, int, int, set[int]]] = []
     start_of_data = MIB
     for segment, first, count in ranges:
         blocks = set(range(segment * 100 + first, segment * 100 + first + count))

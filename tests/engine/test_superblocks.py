@@ -20,7 +20,8 @@ from tests.support.devices import RecordingDevice
 
 def slots(device: RecordingDevice) -> list[Superblock]:
     """Both, the newest last."""
-    found = [Superblock.unpack(device.image[at : at + BLOCK]) for at in SUPERBLOCK_ADDRESSES]
+    image = bytes(device.image)
+    found = [Superblock.unpack(image[at : at + BLOCK]) for at in SUPERBLOCK_ADDRESSES]
     return sorted(found, key=lambda superblock: superblock.generation)
 
 

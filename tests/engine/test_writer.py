@@ -56,10 +56,12 @@ def deferred(tmpfs: Path, request: pytest.FixtureRequest) -> DeferredBench:
     return make_deferred(tmpfs, request.param)
 
 
-def make_deferred(directory: Path, seed: int, device: RecordingDevice | None = None) -> Any:
-    device = device or new_device()
+def make_deferred(
+    directory: Path, seed: int, device: RecordingDevice | None = None
+) -> DeferredBench:
+    used = device or new_device()
     made = DeferredBench(
-        directory, device, make_executor=lambda: DeferredExecutor(device, Random(seed))
+        directory, used, make_executor=lambda: DeferredExecutor(used, Random(seed))
     )
     made.executor.settle()
     return made
@@ -239,7 +241,7 @@ def test_what_was_answered_survives_a_device_that_fails(deferred: DeferredBench,
 
 def test_a_failure_is_told_to_all_who_wait(deferred: DeferredBench) -> None:
     ino = deferred.make_file(b"file")
-    tasks = [
+    tasks: list[Task[Any]] = [
         deferred.begin(deferred.store.write(ino, 0, noise(MIB))),
         deferred.begin(deferred.store.sync()),
         deferred.begin(deferred.store.checkpoint()),

@@ -235,3 +235,13 @@ def test_a_codec_shrinks_what_it_is_set_for(mounter: Mounter, kv_mount: Path) ->
     assert path.stat().st_blocks * 512 < len(data) // 10
     assert path.read_bytes() == data
     assert (reopened(mounter) / "d" / "f").read_bytes() == data
+
+
+def test_a_long_direct_write_comes_in_requests_of_a_mebibyte(
+    mounter: Mounter, kv_mount: Path
+) -> None:
+    fd = os.open(kv_mount / "f", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+    before = mounter.stats()["counters"]["operations"]
+    os.write(fd, aligned(bytes(16 * MIB)))
+    os.close(fd)
+    assert mounter.stats()["counters"]["operations"] - before == 16

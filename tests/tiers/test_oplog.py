@@ -201,7 +201,7 @@ def test_chunks_behind_a_torn_one_are_dropped(directory: Path) -> None:
     contents = {path: bytearray(path.read_bytes()) for path in chunk_files(directory)}
     assert len(contents) > 2
     for path, content in contents.items():
-        if OplogChunkHeader.unpack(content).first == 1:
+        if OplogChunkHeader.unpack(bytes(content)).first == 1:
             content[content.index(b"op 2")] ^= 1
             path.write_bytes(content)
     log, left = opened(directory)
