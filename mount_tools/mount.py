@@ -272,6 +272,11 @@ def _report(mountpoint: Path, stats: Stats, log_file: Path) -> None:
         )
     if stats.damage:
         warn(stats.damage)
+    elif stats.unrecovered:
+        warn(
+            "what the last daemon had answered and not written is not shown: mount without "
+            "-o ro to recover it"
+        )
     mode = " read-only" if stats.read_only else ""
     print(
         f"mounted {stats.source} on {mountpoint}{mode}: {format_size(stats.total)}, "

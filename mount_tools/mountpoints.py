@@ -46,6 +46,7 @@ class Stats:
     free: int
     read_only: bool
     damage: str | None
+    unrecovered: bool
     recovered_operations: int
     document: dict[str, Any]
 
@@ -96,6 +97,7 @@ def read_stats(mountpoint: Path) -> Stats:
         free=document["space"]["free"],
         read_only=document["read_only"],
         damage=document["damage"],
+        unrecovered=document["unrecovered"],
         recovered_operations=document["counters"]["recovered_operations"],
         document=document,
     )

@@ -152,7 +152,7 @@ class Superblock:
     epoch_key: bytes = bytes(32)
 
     MAGIC: ClassVar[bytes] = b"KVFSRING"
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIQ16sQQQQQQIIQ16s16s512sIIQ28s32s28s32s")
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIQ16sQQQQQIIQQ16s16s512sIIQ28s32s28s32s")
 
     def pack(self) -> bytes:
         body = self.STRUCT.pack(

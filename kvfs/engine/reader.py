@@ -9,6 +9,7 @@ only the device and its own buffers.
 from __future__ import annotations
 
 import errno
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
 from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
 from kvfs.engine.io import Completion, Executor
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +117,10 @@ class ExtentReader:
         if scratch is not None:
             self._pool.give(scratch)
         self.errors.checksum += len(chunk.bad)
+        for extent in chunk.extents:
+            if extent.extent_id in chunk.bad:
+                place = (extent.extent_id, extent.address)
+                log.error("extent %d at byte %d of the device fails its checksum", *place)
         if chunk.read.error is not None:
             self.errors.device += 1
             self._evict(chunk)

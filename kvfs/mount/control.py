@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import stat
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from uuid import UUID
 
 from kvfs.engine.codec import Codec
@@ -24,6 +24,16 @@ CONTROL_NAME = b".kvfs"
 CONTROL_INODE = 2
 STATS_NAME = b"stats.json"
 STATS_INODE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a mount says of itself. `unrecovered`: a read-only mount does not show what the
+    last daemon had answered and not brought into the ring."""
+
+    mountpoint: str
+    source: str
+    unrecovered: bool
 
 
 def read_xattr(store: Store, ino: int, name: bytes) -> Step[bytes]:
@@ -74,15 +84,14 @@ def _extents(store: Store, ino: int) -> Step[bytes]:
     return f"[{', '.join(rows)}]".encode()
 
 
-def stats(store: Store, mountpoint: str, source: str) -> bytes:
+def stats(store: Store, described: Description) -> bytes:
     """The contents of `/.kvfs/stats.json`."""
     space = store.usage()
     superblock = store.superblock
     reader = store.reader
     document = {
         "pid": os.getpid(),
-        "mountpoint": mountpoint,
-        "source": source,
+        **asdict(described),
         "uuid": str(UUID(bytes=superblock.uuid)),
         "epoch": superblock.epoch,
         "read_only": store.read_only,

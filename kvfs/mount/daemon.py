@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import trio
 from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.store import Store, StoreOptions
 from kvfs.engine.superblocks import read_superblocks
+from kvfs.mount.control import Description
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
 from kvfs.mount.mounts import find_mount
@@ -74,8 +76,9 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         store = Store.open(device, str(config.source), executor, buffer, config.store)
         if store.damage:
             log.error("%s", store.damage)
+        unrecovered = store.read_only and directory.is_dir() and any(directory.iterdir())
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
-        describe = (str(config.mountpoint), str(config.source))
+        describe = Description(str(config.mountpoint), str(config.source), unrecovered)
         filesystem = Filesystem(store, look_ahead, config.deadline_seconds, describe)
         _mount(filesystem, config)
         try:
@@ -98,7 +101,9 @@ def _log_directory(config: MountConfig, device: FileDevice) -> Path:
 def _claim(directory: Path) -> None:
     """A copy of a mounted image has the same uuid, and so the same directory: it must not
     take the operations of the other. Held until the process ends."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for level in (directory.parent, directory):
+        level.mkdir(mode=0o700, exist_ok=True)
+        _check_private(level)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -108,6 +113,17 @@ def _claim(directory: Path) -> None:
             f"{directory} is in use by the mount of a ring with the same uuid; is this image a "
             f"copy of that one? mount it with another --warm-dir"
         ) from None
+
+
+def _check_private(directory: Path) -> None:
+    """The tmpfs is open to all, and the name can be guessed. Raises DeviceError."""
+    status = directory.lstat()
+    is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise DeviceError(
+            f"{directory} is not a directory of this user alone: remove it, or use another "
+            f"--warm-dir"
+        )
 
 
 def _mount(filesystem: Filesystem, config: MountConfig) -> None:

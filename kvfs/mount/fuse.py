@@ -93,7 +93,7 @@ class Filesystem(pyfuse3.Operations):
         store: Store,
         look_ahead: LookAhead,
         deadline_seconds: float,
-        describe: tuple[str, str],
+        describe: control.Description,
     ) -> None:
         super().__init__()
         self._store = store
@@ -441,7 +441,7 @@ class Filesystem(pyfuse3.Operations):
         return attributes
 
     def _stats(self) -> bytes:
-        return control.stats(self._store, *self._describe)
+        return control.stats(self._store, self._describe)
 
     def _open_stats(self) -> FileInfo:
         handle = self._add_handle(_Handle(control.STATS_INODE, snapshot=self._stats()))

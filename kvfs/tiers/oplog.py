@@ -156,7 +156,8 @@ class OperationLog:
     # -- chunks
 
     def _make_directory(self) -> None:
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in (self.directory.parent, self.directory):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _next_chunk(self, sequence: int, size: int) -> _Chunk:
         if size > CHUNK_SIZE - _FIRST_RECORD:

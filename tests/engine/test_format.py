@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvfs.engine import ops
 from kvfs.engine.format import (
     BLOCK,
+    DATA_START,
     NAME_COLLISIONS_MAX,
     SUPERBLOCK_ADDRESSES,
     Dentry,
@@ -318,3 +319,31 @@ def test_rounding_up(size: int) -> None:
 @given(st.lists(st.binary(max_size=50), max_size=5))
 def test_a_checksum_of_parts_is_that_of_the_whole(parts: list[bytes]) -> None:
     assert checksum(*parts) == checksum(b"".join(parts))
+
+
+def test_the_superblock_lies_as_the_documentation_says() -> None:
+    """Fields at the bytes that docs/format.md gives: pack and unpack may be wrong together."""
+    block = Superblock(
+        uuid=b"u" * 16, generation=2, epoch=3, epoch_start=4, created_ns=5, device_size=6,
+        segment_size=7, segment_count=8, id_floor=9, hash_key=b"h" * 16, oplog_token=b"t" * 16,
+        oplog_home=b"home", flags=SuperblockFlag.CLEAN, operation=11,
+        checkpoint=Pointer(12, 13, 14, 1, 15), replay=Position(16, 17, 18, 19, 20),
+    ).pack()  # fmt: skip
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(block[at : at + size], "little")
+
+    assert block[:8] == b"KVFSRING"
+    assert (number(8, 4), number(12, 4), number(16, 8)) == (1, BLOCK, 0)
+    assert block[24:40] == b"u" * 16
+    assert [number(40 + 8 * n, 8) for n in range(5)] == [2, 3, 4, 5, 6]
+    assert (number(80, 4), number(84, 4)) == (7, 8)
+    assert (number(88, 8), number(96, 8)) == (DATA_START, 9)
+    assert (block[104:120], block[120:136]) == (b"h" * 16, b"t" * 16)
+    assert block[136:648].rstrip(b"\0") == b"home"
+    assert (number(648, 4), number(656, 8)) == (1, 11)
+    assert (number(664, 8), number(672, 4), number(676, 4), number(680, 1)) == (12, 13, 14, 1)
+    assert number(684, 8) == 15
+    assert (number(692, 4), number(696, 4), number(700, 8)) == (16, 18, 17)
+    assert (number(708, 8), number(716, 8)) == (19, 20)
+    assert len(block) == BLOCK

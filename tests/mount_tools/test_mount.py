@@ -352,3 +352,25 @@ def test_too_little_memory_for_the_operation_log_is_said_at_once(mounter: Mounte
     assert refused.returncode == 1
     assert "32 MiB" in error_line(refused)
     assert "--warm" in error_line(refused)
+
+
+def test_a_read_only_mount_says_what_it_does_not_show(mounter: Mounter) -> None:
+    mounter.mount()
+    (mounter.mountpoint / "f").write_bytes(b"answered")
+    mounter.kill()
+    assert "not shown" in mounter.mount("-o", "ro").stderr
+    mounter.umount()
+    assert "not shown" not in mounter.mount().stderr
+    assert (mounter.mountpoint / "f").read_bytes() == b"answered"
+
+
+def test_a_warm_directory_that_others_may_write_is_refused(mounter: Mounter) -> None:
+    planted = mounter.warm_directory / f"kvfs-{os.geteuid()}"
+    planted.mkdir()
+    planted.chmod(0o777)
+    refused = mounter.mount(check=False)
+    assert refused.returncode == 1
+    assert str(planted) in error_line(refused)
+    planted.rmdir()
+    mounter.mount()
+    assert planted.stat().st_mode & 0o777 == 0o700
