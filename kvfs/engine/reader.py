@@ -79,6 +79,12 @@ class ExtentReader:
                 chunks.append(chunk)
         return chunks + [self._start(group) for group in _neighbours(missing)]
 
+    def read_ahead(self, extents: Sequence[Extent], chunks_max: int) -> None:
+        """Start to read what is missing of these, in at most `chunks_max` reads."""
+        missing = [extent for extent in extents if extent.extent_id not in self._by_extent]
+        for group in _neighbours(missing)[:chunks_max]:
+            self._start(group)
+
     def find(self, extent_id: int) -> tuple[memoryview, int] | None:
         """The buffer that holds an extent's bytes and where they start in it; None when
         it is not there (yet). Raises OSError EIO when it was read and is not good."""

@@ -29,13 +29,15 @@ def cost(op: ops.Operation) -> int:
     return _OPERATION_COST
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Space:
-    """The ring's bytes as they can be promised. `extent_max` is the longest extent."""
+    """The ring's bytes as they can be promised. `extent_max` is the longest extent,
+    `held` what the checkpoints of both superblock slots take: their part of the reserve."""
 
     ring: Ring
     index: Index
     extent_max: int
+    held: int = 0
 
     @property
     def usable_segment(self) -> int:
@@ -53,7 +55,8 @@ class Space:
         """Bytes that operations may still be promised. What makes room may use the reserve."""
         ring = self.ring
         segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT)
-        reserve = _CHECKPOINTS * self._checkpoint_size
+        checkpoint = self._checkpoint_size
+        reserve = max(checkpoint, _CHECKPOINTS * checkpoint - self.held)
         if not frees:
             reserve += RESERVED_SEGMENTS * self.usable_segment
         return max(0, ring.room) + segments * self.usable_segment - promised - reserve

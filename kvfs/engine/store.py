@@ -33,6 +33,7 @@ from kvfs.engine.format import (
     Superblock,
     SuperblockFlag,
     key_owner,
+    round_up,
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import DeadlineExceeded, Executor, Step, run, wait_all
@@ -92,7 +93,8 @@ class Store:
         self._buffer = buffer
         self._options = options
         self._state = loaded.state
-        self._space = Space(loaded.ring, loaded.index, loaded.extent_max)
+        held = sum(round_up(pointer.stored) for pointer in loaded.checkpoint_places)
+        self._space = Space(loaded.ring, loaded.index, loaded.extent_max, held)
         self._writer = Writer(
             device, executor, buffer, loaded.ring, loaded.index, loaded.state, self._space,
             superblock, loaded.operation, loaded.checkpoint_places, lambda inodes: None,

@@ -21,7 +21,7 @@ from kvfs.engine.buffer import Buffer
 from kvfs.engine.buffers import BufferPool
 from kvfs.engine.codec import AutoCodec
 from kvfs.engine.device import Device
-from kvfs.engine.format import BLOCK, Pointer, Superblock, SuperblockFlag
+from kvfs.engine.format import BLOCK, Pointer, Superblock, SuperblockFlag, round_up
 from kvfs.engine.index import Index
 from kvfs.engine.io import Completion, Executor, Step, wait, wait_all
 from kvfs.engine.nodes import error
@@ -374,6 +374,9 @@ class Writer:
         for pointer in self.checkpoint_places:
             # The other slot still points there, until the next checkpoint takes it.
             self.ring.release(pointer.address, pointer.stored, following.replay.sequence - 1)
+        self.space.held = sum(
+            round_up(pointer.stored) for pointer in (*self.checkpoint_places, *places)
+        )
         self.checkpoint_places = places
         self.ring.checkpointed(previous.replay.sequence)
         self.checkpoint_time = time.monotonic()

@@ -23,25 +23,35 @@ _SIBLINGS_MAX = 1024
 _DIRECTORIES_MAX = 1024
 # The kernel's own read-ahead asks for the next ranges at once, not always in order.
 _OUT_OF_ORDER = 4 * 1024 * 1024
+# So many reads in order make a sequential reader of whom out-of-order ones are forgiven.
+_RUN_MIN = 3
+# A file of many small extents must not fill the queue that others wait in.
+_CHUNKS_MAX = 16
 
 
 @dataclass(slots=True)
 class Reader:
     """What is known of the reader of one open file. Offsets and sizes in bytes: the
-    next one of a sequential reader, how much is read ahead for it, and up to where."""
+    next one of a sequential reader, how much is read ahead for it, and up to where; `run`
+    counts its reads in order."""
 
     ino: int
     expected: int = 0
     window: int = _WINDOW_MIN // 2
     ahead: int = 0
+    run: int = 0
     in_order: bool = False
 
     def saw(self, offset: int, length: int, window_max: int) -> None:
-        if self.expected - _OUT_OF_ORDER <= offset <= max(self.expected, self.ahead):
+        lately = self.expected - _OUT_OF_ORDER <= offset <= max(self.expected, self.ahead)
+        if offset == self.expected:
+            self.run += 1
             self.window = min(max(2 * self.window, _WINDOW_MIN), window_max)
+            self.expected = offset + length
+        elif self.run >= _RUN_MIN and lately:
             self.expected = max(self.expected, offset + length)
         else:
-            self.window = 0
+            self.run = self.window = 0
             self.expected = self.ahead = offset + length
 
 
@@ -115,7 +125,7 @@ class LookAhead:
     def _fetch(self, ino: int, offset: int, length: int) -> Step[None]:
         extents: list[Extent] = yield from self.store.extents(ino, offset, length)
         if extents and self.store.has_room:
-            self.store.reader.fetch(extents)
+            self.store.reader.read_ahead(extents, _CHUNKS_MAX)
 
     def _siblings(self, directory: int) -> Step[_Siblings]:
         parent = yield from self.store.node(directory)

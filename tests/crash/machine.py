@@ -66,6 +66,7 @@ CHANGES = st.one_of(
     st.tuples(st.sampled_from([b"user.kvfs.codec", b"user.x", b"user.large"]), st.none()),
     st.tuples(st.just(b"user.kvfs.codec"), st.sampled_from([b"auto", b"none", b"zstd", b"planes"])),
     st.tuples(st.just(b"user.kvfs.dtype"), st.sampled_from([b"bfloat16", b"float32", b"odd"])),
+    st.tuples(st.just(b"user.kvfs.shape"), st.sampled_from([b"2,3,64", b"1000", b"odd"])),
     st.tuples(st.sampled_from([b"user.x", b"user." + b"y" * 250]), st.binary(max_size=20)),
     st.tuples(st.just(b"user.large"), st.integers(0, 65536).map(lambda size: b"v" * size)),
 )

@@ -10,7 +10,7 @@ from tests.crash.machine import CrashMachine, DeferredCrashMachine
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 SHORT = settings(max_examples=100, stateful_step_count=40, **_COMMON)  # type: ignore[arg-type]
-LONG = settings(max_examples=2500, stateful_step_count=60, **_COMMON)  # type: ignore[arg-type]
+LONG = settings(max_examples=1000, stateful_step_count=60, **_COMMON)  # type: ignore[arg-type]
 
 
 def test_state_after_a_crash_is_a_prefix_that_contains_what_was_confirmed() -> None:

@@ -445,8 +445,8 @@ def tmpfs_bench(bench: Bench) -> Callable[..., Bench]:
 def test_a_link_leads_to_a_segment_that_was_not_known_in_time(bench: Bench) -> None:
     """All frames of a segment were written while none was free; then one became free."""
     ring = bench.store._writer.ring
-    while ring.position.offset < MIB - 60 * BLOCK:
-        bench.write(bench.make(b"f%d" % ring.position.sequence), noise(20 * BLOCK))
+    while ring.position.offset < MIB - 30 * BLOCK:
+        bench.write(bench.make(b"f%d" % ring.position.sequence), noise(5 * BLOCK))
         bench.write_out()
     last = frames_written(bench.device)[-1]
     # As if no segment had been free when these frames were made.
@@ -459,6 +459,7 @@ def test_a_link_leads_to_a_segment_that_was_not_known_in_time(bench: Bench) -> N
     ring.choose_next()
     bench.write(bench.make(b"behind"), noise(60 * BLOCK, 9))
     run(bench.store.sync())
+    assert any(frame.frame_length == BLOCK for frame in frames_written(bench.device)), "a link"
     store = reopened(bench, bench.device.image)
     assert files(store)[b"behind"] == noise(60 * BLOCK, 9)
     assert store._writer.ring.position.segment != Geometry(MIB, 16).segment(last.address)

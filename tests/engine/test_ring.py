@@ -96,6 +96,16 @@ class Model:
             self.ids += 1
             self.live[self.ids] = place
 
+    def note(self, size: int) -> None:
+        """A frame with items alone: no block of it is ever live."""
+        try:
+            while head_size(0, size) > self.ring.room:
+                self.ring.advance(0)
+        except RingFull:
+            return
+        placed = self.ring.append([], [], bytes(size), operation=0, continues=False)
+        self.frames[placed.header.sequence] = GEOMETRY.segment(placed.header.address)
+
     def kill(self, pick: int) -> None:
         if self.live:
             extent = sorted(self.live)[pick % len(self.live)]
@@ -131,7 +141,7 @@ class Model:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["extent", "extent", "extent", "kill", "kill", "checkpoint"]),
+        st.sampled_from(["extent", "extent", "note", "kill", "kill", "checkpoint"]),
         st.integers(0, 1000),
     ),
     max_size=120,
@@ -146,6 +156,8 @@ def test_no_segment_that_either_slot_needs_is_ever_free(actions: list[tuple[str,
         match what:
             case "extent":
                 model.extent((number * 977) % 900_000 + 1)
+            case "note":
+                model.note(number * 1000)
             case "kill":
                 model.kill(number)
             case "checkpoint":
@@ -160,6 +172,9 @@ def test_nor_in_a_ring_that_turns_many_times(seed: int) -> None:
     for number in range(600):
         model.extent(random.randrange(1, 600_000))
         model.check()
+        if number % 3 == 0:
+            model.note(random.randrange(1, 1_000_000))
+            model.check()
         while len(model.live) > 5 + number % 3:
             model.kill(random.choice([0, 0, 1, 2, 5]))
             model.check()

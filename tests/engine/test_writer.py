@@ -83,10 +83,14 @@ def after_power_cut(bench: Bench) -> dict[bytes, bytes]:
 
 
 def until_checkpoint_is_written(bench: DeferredBench) -> Task[None]:
-    """One is under way: its state is taken, its frames are on their way."""
+    """One is under way: its state is taken, the first of its frames is on the device."""
+    bench.go(bench.store.sync())
+    bench.executor.settle()
+    writes, generation = bench.device.writes, bench.store.superblock.generation
     task = bench.begin(bench.store.checkpoint())
-    while bench.store._writer._checkpoint is not None:
+    while bench.device.writes == writes:
         assert bench.executor.happen()
+    assert bench.store.superblock.generation == generation
     assert not task.done
     return task
 

@@ -272,7 +272,8 @@ def test_a_dead_daemon_is_an_error_and_the_next_mount_has_what_was_written(
     mounter.kill()
     with pytest.raises(OSError, match=r"layer\.000") as failed:
         fill(model, cache, prompt(5, seed=1))
-    assert failed.value.errno == errno.ENOTCONN
+    # The kernel answers a request that was under way with the other one.
+    assert failed.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
 
     mounter.mount()
     with pytest.raises(OSError, match="agent/tokens"):
