@@ -83,7 +83,7 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         _mount(filesystem, config)
         try:
             nursery.start_soon(_stop_on_signal)
-            nursery.start_soon(_tick, store)
+            nursery.start_soon(_tick, store, filesystem)
             nursery.start_soon(_announce, config.mountpoint, ready)
             await pyfuse3.main()
         finally:
@@ -180,9 +180,10 @@ def _set_read_ahead(mountpoint: Path) -> None:
         log.info("read-ahead stays at the kernel's default: %s", failure)
 
 
-async def _tick(store: Store) -> None:
+async def _tick(store: Store, filesystem: Filesystem) -> None:
     while True:
         await trio.sleep(_TICK_SECONDS)
+        filesystem.tell_changed_blocks()
         try:
             await drive(store.tick(), None)
         except OSError as failure:

@@ -106,6 +106,7 @@ class Filesystem(pyfuse3.Operations):
         # Written past the kernel's page cache: the next open must not trust it.
         self._stale: set[int] = set()
         self._buffered_opens: dict[int, int] = {}
+        self._changed_blocks: set[int] = set()
         self._notices = _Notices()
         store.watch_blocks(self._blocks_changed)
 
@@ -287,7 +288,7 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
         if self._handles[fh].snapshot is None:
-            await self._run(self._store.sync())
+            await self._sync()
 
     # -- directories
 
@@ -325,7 +326,7 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
-        await self._run(self._store.sync())
+        await self._sync()
 
     # -- the filesystem as a whole, and xattrs
 
@@ -385,6 +386,10 @@ class Filesystem(pyfuse3.Operations):
         step = self._store.create(parent, name, mode, ctx.uid, gid, rdev=rdev, target=target)
         return self._remember(await self._run(step))
 
+    async def _sync(self) -> None:
+        await self._run(self._store.sync())
+        self.tell_changed_blocks()
+
     async def _parent(self, node: Node) -> Node:
         """Of a directory; itself where the parent was removed while both were held."""
         try:
@@ -427,9 +432,15 @@ class Filesystem(pyfuse3.Operations):
         await self._run(self._store.unpin(ino))
 
     def _blocks_changed(self, inodes: list[int]) -> None:
-        for ino in inodes:
+        self._changed_blocks.update(inodes)
+
+    def tell_changed_blocks(self) -> None:
+        """Have the kernel ask again for the attributes of files whose blocks changed. Not at
+        each change: a notice costs a change of threads."""
+        for ino in self._changed_blocks:
             if ino in self._remembered:
                 self._notices.add(ino, attributes_only=True)
+        self._changed_blocks.clear()
 
     # -- /.kvfs
 
