@@ -24,6 +24,8 @@ from kvfs.engine.io import Completion, Executor
 
 log = logging.getLogger(__name__)
 
+_BUFFER_SIZES = (64 * 1024, EXTENT_SIZE_MAX)
+
 
 @dataclass(slots=True, eq=False)
 class Chunk:
@@ -55,7 +57,9 @@ class ExtentReader:
         self._device = device
         self._executor = executor
         self._chunks_max = max(4, cache_size // EXTENT_SIZE_MAX)
-        self._pool = BufferPool(EXTENT_SIZE_MAX, self._chunks_max)
+        # A fragmented file is read in many small chunks, which must not take a large
+        # buffer each.
+        self._pools = [BufferPool(size, self._chunks_max) for size in _BUFFER_SIZES]
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._by_extent: dict[int, Chunk] = {}
         self.errors = ReadErrors()
@@ -107,8 +111,8 @@ class ExtentReader:
     def _start(self, extents: list[Extent]) -> Chunk:
         self._make_room()
         raw = all(extent.codec == Codec.NONE for extent in extents)
-        buffer = self._pool.take()
-        scratch = None if raw else self._pool.take()
+        buffer = self._buffer_for(extents)
+        scratch = None if raw else self._buffer_for(extents)
         chunk = Chunk(extents, Completion(), buffer)
         work = _ReadChunk(self._device, chunk, buffer if scratch is None else scratch)
         chunk.read = self._executor.submit(work)
@@ -119,9 +123,17 @@ class ExtentReader:
         chunk.read.when_done(lambda: self._finished(chunk, scratch))
         return chunk
 
+    def _buffer_for(self, extents: list[Extent]) -> memoryview:
+        stored = sum(round_up(extent.stored) for extent in extents)
+        needed = max(stored, sum(extent.size for extent in extents))
+        return next(pool for pool in self._pools if pool.size >= needed).take()
+
+    def _give(self, buffer: memoryview) -> None:
+        next(pool for pool in self._pools if pool.size == len(buffer)).give(buffer)
+
     def _finished(self, chunk: Chunk, scratch: memoryview | None) -> None:
         if scratch is not None:
-            self._pool.give(scratch)
+            self._give(scratch)
         self.errors.checksum += len(chunk.bad)
         for extent in chunk.extents:
             if extent.extent_id in chunk.bad:
@@ -152,7 +164,7 @@ class ExtentReader:
     def _give_back(self, chunk: Chunk) -> None:
         if chunk.evicted and chunk.users == 0 and not chunk.given_back:
             chunk.given_back = True
-            self._pool.give(chunk.buffer)
+            self._give(chunk.buffer)
 
 
 @dataclass(slots=True)

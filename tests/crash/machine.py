@@ -510,6 +510,10 @@ class DeferredCrashMachine(CrashMachine):
         self.executor.random.seed(seed)
         for _ in range(steps):
             self.executor.happen()
+        for directory in self.tree.directories():
+            entries = run(self.store.list_directory(directory, 0, 1000))
+            found = {entry.name: entry.ino for _, entry in entries}
+            assert found == self.tree.nodes[directory].entries
 
     @rule(seed=SEEDS, which=st.sampled_from(["sync", "checkpoint"]))
     def begin_in_the_background(self, seed: int, which: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.crash.machine import _FILE_MODE, MIB, CrashMachine, lose_newest_superblock
 from tests.crash.model import ROOT
+from tests.engine.audit import check_slots
 from tests.support.devices import everything_survives, nothing_survives
 
 ROUNDS = 90
@@ -52,6 +53,7 @@ def test_the_older_slot_alone_gives_all_that_was_confirmed(
     for _ in range(ROUNDS):
         one_step(machine, random)
         machine.lives()
+        check_slots(machine.store)
         moment = len(machine.device.events)
         survives = everything_survives if random.randrange(2) else nothing_survives
         image = machine.device.image_after(moment, survives)

@@ -6,21 +6,30 @@ import stat
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from kvfs.engine import journal
+from kvfs.engine.device import read_bytes
 from kvfs.engine.format import (
+    BLOCK,
     FIRST_FREE_ID,
     ITEM_OVERHEAD,
     KEY,
+    KIND_BYTE,
+    NO_SEGMENT,
     REFERENCES,
     ROOT_INODE,
+    SUPERBLOCK_ADDRESSES,
     Dentry,
     Extent,
     Inode,
     ItemKind,
     Pointer,
     Slice,
+    Superblock,
+    key_owner,
     round_up,
 )
 from kvfs.engine.liveness import Liveness
+from kvfs.engine.ring import Ring
 from kvfs.engine.store import Store
 
 
@@ -74,6 +83,7 @@ def audit(store: Store) -> Items:
     _check_names(items)
     _check_maps(items)
     _check_liveness(store, items)
+    check_slots(store)
     assert store._writer.index.inodes == store.usage().inodes == len(items.inodes)
     sizes = [ITEM_OVERHEAD + len(value) for _, value in store._writer.index.snapshot()]
     assert store._writer.index.size == sum(sizes)
@@ -134,3 +144,26 @@ def _check_liveness(store: Store, items: Items) -> None:
     live = store._writer.ring.liveness
     assert live.live_blocks.tolist() == expected.live_blocks.tolist()
     assert live._bits == expected._bits
+
+
+def check_slots(store: Store) -> None:
+    """Both superblocks are good, and what they lead to is not in a segment that may be
+    overwritten: checkpoints, the extents in them, and the log from there on."""
+    ring, device = store._writer.ring, store._writer.device
+    free = {number for number, is_free in enumerate(ring._free_mask()) if is_free}
+    if ring.position.next_segment != NO_SEGMENT:
+        free.add(ring.position.next_segment)
+    for address in SUPERBLOCK_ADDRESSES:
+        superblock = Superblock.unpack(bytes(read_bytes(device, address, BLOCK)))
+        items, places = journal.read_checkpoint(device, superblock.checkpoint)
+        addresses = [place.address for place in places]
+        for key, value in items:
+            if key[KIND_BYTE] == ItemKind.EXTENT and value is not None:
+                addresses.append(Extent.unpack(key_owner(key), value).address)
+        log = Ring(ring.geometry, superblock.uuid, superblock.epoch, superblock.replay)
+        frames = list(journal._frames(device, log, superblock))
+        addresses += [frame.header.address for frame in frames]
+        needed = {ring.geometry.segment(needed) for needed in addresses}
+        assert not needed & free, "a segment that a superblock needs may be overwritten"
+        end = frames[-1].header.sequence + 1 if frames else superblock.replay.sequence
+        assert end == ring.position.sequence, "the log does not lead to its end"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +21,6 @@ from kvfs.engine.format import (
     FrameFlag,
     FrameHeader,
     RecordHeader,
-    checksum,
 )
 from kvfs.engine.io import run
 from kvfs.engine.ring import Geometry, read_header
@@ -174,15 +175,29 @@ def test_a_misdirected_frame_is_ignored(bench: Bench) -> None:
     assert files(reopened(bench, image)) == expected(b"a", b"b")
 
 
-def test_a_frame_that_follows_another_predecessor_is_ignored(bench: Bench) -> None:
-    """Sequence and place are right, but it was written behind another frame."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"previous_checksum": 12345},
+        {"address": DATA_START + 8 * MIB},
+        {"uuid": b"another ring    "},
+        {"sequence": 77},
+        {"epoch": 0},
+        {"frame_length": BLOCK},
+        {"head_length": 0},
+        {"record_count": 10_000},
+        {"item_bytes": 2**31},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_whole_frame_that_does_not_belong_here_is_ignored(
+    bench: Bench, changes: dict[str, Any]
+) -> None:
+    """Written behind another frame, meant for another place, of another ring or mount; or
+    with lengths that make no sense. Its checksums are all right."""
     *_, last = three_units(bench)
     image = bytearray(bench.device.image)
-    at = 8 + 16 + 8 + 8  # magic, uuid, epoch, sequence
-    head = bytearray(image[last.address : last.address + FrameHeader.SIZE - 8])
-    head[at] ^= 1
-    head += checksum(bytes(head)).to_bytes(8, "little")
-    assert FrameHeader.unpack(bytes(head)).previous_checksum == last.previous_checksum ^ 1
+    head = dataclasses.replace(last, **changes).pack()
     image[last.address : last.address + len(head)] = head
     assert files(reopened(bench, image)) == expected(b"a", b"b")
 

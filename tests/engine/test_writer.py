@@ -359,6 +359,27 @@ def test_a_read_that_waits_sees_the_file_as_it_is_then(deferred: DeferredBench) 
     assert bytes(reading.completion.result()) == noise(300_000, 2)
 
 
+def test_what_changed_since_is_not_undone_when_a_batch_is_committed(
+    deferred: DeferredBench,
+) -> None:
+    """A name, an xattr and bytes that are on their way to the ring change once more."""
+    ino = deferred.make_file(b"gone")
+    other = deferred.make_file(b"other")
+    deferred.go(deferred.store.set_xattr(other, b"user.x", b"old"))
+    deferred.go(deferred.store.write(ino, 0, b"old"))
+    deferred.go(deferred.store.write(other, 0, b"old"))
+    sync = deferred.begin(deferred.store.sync())
+    deferred.go(deferred.store.unlink(1, b"gone"))
+    deferred.go(deferred.store.set_xattr(other, b"user.x", b"new"))
+    deferred.go(deferred.store.write(other, 0, b"new"))
+    while not sync.done:
+        assert deferred.executor.happen()
+        assert deferred.names_now() == [b"other"]
+        assert deferred.go(deferred.store.xattr(other, b"user.x")) == b"new"
+        assert bytes(deferred.go(deferred.store.read(other, 0, 9))) == b"new"
+        assert deferred.error_of(deferred.store.node(ino)) == errno.ENOENT
+
+
 def test_dirty_sealed_and_stored_bytes_are_read_as_one(deferred: DeferredBench) -> None:
     """While batches are encoded, placed, written and committed, in any order."""
     ino = deferred.make_file(b"file")
