@@ -11,7 +11,6 @@ from kvfs.engine.format import (
     EXTENT_SIZE_MIN,
     REFERENCES,
     Extent,
-    Inode,
     RecordHeader,
     Slice,
     extent_key,
@@ -171,11 +170,13 @@ class Files:
         extents: list[NewExtent],
         freed: list[tuple[int, int]],
         records: list[RecordHeader],
-        inodes: list[Inode],
+        nodes: list[Node],
     ) -> list[int]:
         """What was sealed has its place in the ring, after all that was sealed before:
-        count what each file takes there, in its node and in the inodes to be stored.
-        Returns the inodes whose count changed."""
+        count in the nodes what each file takes there. They are those that changed, whether
+        or not dropped since: each unit says what was true then. Returns the inodes whose
+        count changed."""
+        by_ino = {node.inode.ino: node for node in nodes}
         change: Counter[int] = Counter()
         for record in records:
             self._placed_size[record.extent_id] = round_up(record.stored)
@@ -183,16 +184,9 @@ class Files:
         for ino, extent_id in freed:
             change[ino] -= self._stored_size(extent_id)
         for extent in extents:
-            node = self._nodes.in_use(extent.ino)
-            if node is not None:
-                node.unsaved -= extent.size
-        for ino in change:
-            node = self._nodes.in_use(ino)
-            if node is not None:
-                node.inode.stored += change[ino]
-        for inode in inodes:
-            node = self._nodes.in_use(inode.ino)
-            inode.stored = node.inode.stored if node else inode.stored + change[inode.ino]
+            by_ino[extent.ino].unsaved -= extent.size
+        for ino in change.keys() & by_ino.keys():
+            by_ino[ino].inode.stored += change[ino]
         return list(change)
 
     def committed(self, extents: list[NewExtent]) -> None:

@@ -145,9 +145,6 @@ class Nodes:
                 raise error(errno.EINVAL)
             directory = (yield from self.node(directory)).inode.parent
 
-    def in_use(self, ino: int) -> Node | None:
-        return self._nodes.get(ino)
-
     def add(self, inode: Inode) -> Node:
         node = self._nodes[inode.ino] = Node(inode)
         self.count += 1

@@ -44,11 +44,13 @@ Done = Callable[[], "Inode | None"]
 class Sealed:
     """The changes since the last seal, as values: what one commit unit will say.
 
-    `freed` names the extents that a file has given up, for its count of blocks.
+    `inodes` are those of `nodes` as they were; a node may be dropped since. `freed` names
+    the extents that a file has given up, for its count of blocks.
     """
 
     batch: int
     items: list[Item]
+    nodes: list[Node]
     inodes: list[Inode]
     extents: list[NewExtent]
     freed: list[tuple[int, int]]
@@ -386,14 +388,17 @@ class State:
     def seal(self, new_id: Callable[[], int]) -> Sealed:
         """Everything since the last seal."""
         extents, freed = self.files.seal(new_id)
-        inodes = [replace(node.inode) for node in self.nodes.take_touched()]
+        nodes = self.nodes.take_touched()
+        inodes = [replace(node.inode) for node in nodes]
         batch, items = self._index.seal()
-        return Sealed(batch, items, inodes, extents, freed)
+        return Sealed(batch, items, nodes, inodes, extents, freed)
 
     def placed(self, sealed: Sealed, records: list[RecordHeader]) -> tuple[list[Item], list[int]]:
         """A sealed batch has its place in the ring, after all batches before it. Returns
         all items of its commit unit, and the inodes whose block count changed."""
-        changed = self.files.placed(sealed.extents, sealed.freed, records, sealed.inodes)
+        changed = self.files.placed(sealed.extents, sealed.freed, records, sealed.nodes)
+        for inode, node in zip(sealed.inodes, sealed.nodes, strict=True):
+            inode.stored = node.inode.stored
         items = [*sealed.items, *self.nodes.items(sealed.inodes)]
         return sorted(items, key=itemgetter(0)), changed
 

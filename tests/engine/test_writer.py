@@ -19,7 +19,7 @@ from kvfs.engine.io import Step, run
 from tests.engine.audit import audit
 from tests.engine.deferred import DeferredExecutor, Task
 from tests.engine.kit import FILE, MIB, Bench, new_device, noise
-from tests.support.devices import RecordingDevice, Written
+from tests.support.devices import RecordingDevice, Written, everything_survives
 
 T = TypeVar("T")
 SEEDS = range(8)
@@ -357,6 +357,29 @@ def test_a_read_that_waits_sees_the_file_as_it_is_then(deferred: DeferredBench) 
         deferred.go(deferred.store.checkpoint())
     deferred.executor.finish(reading)
     assert bytes(reading.completion.result()) == noise(300_000, 2)
+
+
+def test_a_file_that_is_gone_before_its_batches_are_placed_is_counted_right(
+    deferred: DeferredBench,
+) -> None:
+    """What it takes on the device is part of each state that a power cut may leave."""
+    bench, ino = deferred, deferred.make_file(b"file")
+    bench.go(bench.store.sync())
+    before = len(bench.device.events)
+    for change in (
+        bench.store.write(ino, 0, noise(300_000)),
+        bench.store.set_attributes(ino, size=1000),
+        bench.store.write(ino, 0, noise(50_000)),
+        bench.store.unlink(1, b"file"),
+    ):
+        assert bench.begin(change).done, "no batch has its place yet"
+        bench.begin(bench.store.sync())
+    bench.executor.settle()
+    assert bench.store.failure is None
+    for moment in range(before, len(bench.device.events) + 1):
+        store = bench.open_image(bench.device.image_after(moment, everything_survives))
+        run(store.sync())
+        audit(store)
 
 
 def test_what_changed_since_is_not_undone_when_a_batch_is_committed(
