@@ -1,31 +1,44 @@
 """A pyfuse3 filesystem that does nothing: what FUSE and Python cost by themselves.
 
-    python scripts/null_filesystem.py MOUNTPOINT
+    python scripts/null_filesystem.py MOUNTPOINT [--keep FILE]
 
-Files can be made and written (the bytes are dropped) and read (zeros). Benchmarks
-mount it beside KVFS, in the same run.
+Files can be made and written (the bytes are dropped) and read (zeros). With --keep it
+does with the bytes what no filesystem that keeps KVFS's promise can do without: copies
+them to a tmpfs and sums them before it answers, and writes them to FILE from there,
+8 MiB at a time. Benchmarks mount it beside KVFS, in the same run.
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
+import itertools
+import mmap
 import os
+import queue
 import stat
-import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pyfuse3
 import trio
 
+from kvfs.engine.buffers import copy
+from kvfs.engine.format import checksum
+
 _TIMEOUT_SECONDS = 3600
 _SIZE = 1 << 30
+_CHUNK = 8 * 1024 * 1024
+_CHUNKS = 6
 
 
 class NullFilesystem(pyfuse3.Operations):
     """A flat directory of files that are all of one size."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: Keeper | None) -> None:
         super().__init__()
+        self._keeper = keeper
         self._inodes: dict[bytes, int] = {}
         self._zeros = memoryview(bytes(1 << 20))
 
@@ -46,12 +59,14 @@ class NullFilesystem(pyfuse3.Operations):
         return await self.open(inode, flags, ctx), _attributes(inode)
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
-        return pyfuse3.FileInfo(fh=inode, direct_io=bool(flags & os.O_DIRECT))
+        return pyfuse3.FileInfo(fh=inode)
 
     async def read(self, fh: int, off: int, size: int) -> memoryview:  # type: ignore[override]
         return self._zeros[:size]
 
     async def write(self, fh: int, off: int, buf: bytes) -> int:
+        if self._keeper is not None:
+            self._keeper.keep(buf)
         return len(buf)
 
     async def fsync(self, fh: int, datasync: bool) -> None:
@@ -78,8 +93,49 @@ def _attributes(inode: int) -> pyfuse3.EntryAttributes:
     return attributes
 
 
+class Keeper:
+    """Copies bytes to a tmpfs, sums them, and has them written to a file by a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, _SIZE)
+        self._idle: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        for _ in range(_CHUNKS):
+            self._idle.put(_tmpfs_chunk())
+        self._chunk, self._end = self._idle.get(), 0
+        for _ in range(2):
+            threading.Thread(target=self._write, daemon=True).start()
+        self._offsets = itertools.cycle(range(0, _SIZE, _CHUNK))
+
+    def keep(self, data: bytes) -> None:
+        if self._end + len(data) > _CHUNK:
+            self._full.put(self._chunk)
+            self._chunk, self._end = self._idle.get(), 0
+        copy(memoryview(data), self._chunk[self._end : self._end + len(data)])
+        checksum(data)
+        self._end += len(data)
+
+    def _write(self) -> None:
+        while True:
+            chunk = self._full.get()
+            os.pwritev(self._fd, [chunk], next(self._offsets))
+            self._idle.put(chunk)
+
+
+def _tmpfs_chunk() -> memoryview:
+    fd = os.memfd_create("chunk")
+    os.posix_fallocate(fd, 0, _CHUNK)
+    return memoryview(mmap.mmap(fd, _CHUNK, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+
+
 def main() -> None:
-    pyfuse3.init(NullFilesystem(), sys.argv[1], {"default_permissions", "fsname=null"})
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("mountpoint")
+    parser.add_argument("--keep", type=Path, default=None, metavar="FILE")
+    arguments = parser.parse_args()
+    filesystem = NullFilesystem(None if arguments.keep is None else Keeper(arguments.keep))
+    pyfuse3.init(filesystem, arguments.mountpoint, {"default_permissions", "fsname=null"})
     try:
         trio.run(pyfuse3.main)
     finally:

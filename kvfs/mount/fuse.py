@@ -77,7 +77,6 @@ class _Handle:
     """An open file or directory. `snapshot` is the content of a file in `/.kvfs`."""
 
     ino: int
-    direct: bool = False
     reader: Reader | None = None
     snapshot: bytes | None = None
 
@@ -103,9 +102,6 @@ class Filesystem(pyfuse3.Operations):
         self._remembered: dict[int, int] = {}
         self._handles: dict[int, _Handle] = {}
         self._next_handle = 0
-        # Written past the kernel's page cache: the next open must not trust it.
-        self._stale: set[int] = set()
-        self._buffered_opens: dict[int, int] = {}
         self._changed_blocks: set[int] = set()
         self._notices = _Notices()
         store.watch_blocks(self._blocks_changed)
@@ -265,13 +261,7 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
-        handle = self._handles[fh]
-        written = await self._run(self._store.write(handle.ino, off, buf))
-        if handle.direct:
-            self._stale.add(handle.ino)
-            if handle.ino in self._buffered_opens:
-                self._notices.add(handle.ino, attributes_only=False)
-        return written
+        return await self._run(self._store.write(self._handles[fh].ino, off, buf))
 
     @_handler
     async def flush(self, fh: FileHandleT) -> None:
@@ -281,8 +271,6 @@ class Filesystem(pyfuse3.Operations):
     async def release(self, fh: FileHandleT) -> None:
         handle = self._handles.pop(fh)
         if handle.snapshot is None:
-            if not handle.direct:
-                self._count_buffered(handle.ino, -1)
             await self._unpin(handle.ino)
 
     @_handler
@@ -398,27 +386,18 @@ class Filesystem(pyfuse3.Operations):
             return node
 
     async def _open(self, ino: int, flags: int) -> FileInfo:
-        direct = bool(flags & os.O_DIRECT)
-        handle = _Handle(ino, direct)
+        handle = _Handle(ino)
         if flags & os.O_ACCMODE != os.O_WRONLY:
             handle.reader = await self._run(self._look_ahead.opened(ino))
         await self._run(self._store.pin(ino))
-        if not direct:
-            self._count_buffered(ino, 1)
-        keep = ino not in self._stale
-        if not direct:
-            self._stale.discard(ino)
-        return FileInfo(fh=self._add_handle(handle), direct_io=direct, keep_cache=keep)
+        # Also for O_DIRECT: the kernel then splits a large request into several at once, and
+        # keeps its page cache coherent; with direct_io it would wait for each.
+        return FileInfo(fh=self._add_handle(handle), direct_io=False, keep_cache=True)
 
     def _add_handle(self, handle: _Handle) -> int:
         self._next_handle += 1
         self._handles[self._next_handle] = handle
         return self._next_handle
-
-    def _count_buffered(self, ino: int, change: int) -> None:
-        count = self._buffered_opens.pop(ino, 0) + change
-        if count:
-            self._buffered_opens[ino] = count
 
     def _remember(self, node: Node) -> EntryAttributes:
         """The kernel will know this inode: hold it until it is forgotten."""
@@ -439,7 +418,7 @@ class Filesystem(pyfuse3.Operations):
         each change: a notice costs a change of threads."""
         for ino in self._changed_blocks:
             if ino in self._remembered:
-                self._notices.add(ino, attributes_only=True)
+                self._notices.add(ino)
         self._changed_blocks.clear()
 
     # -- /.kvfs
@@ -474,24 +453,24 @@ class Filesystem(pyfuse3.Operations):
 
 
 class _Notices:
-    """Tells the kernel to drop what it cached, from a thread: telling it may block on
-    a lock that is held by a request of ours. A full queue drops notices of attributes."""
+    """Tells the kernel to ask again for attributes, from a thread: telling it may block on
+    a lock that is held by a request of ours. A full queue drops notices."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[int, bool]] = queue.Queue(_NOTICES_MAX)
+        self._queue: queue.Queue[int] = queue.Queue(_NOTICES_MAX)
         threading.Thread(target=self._work, name="kvfs-notices", daemon=True).start()
 
-    def add(self, ino: int, *, attributes_only: bool) -> None:
+    def add(self, ino: int) -> None:
         try:
-            self._queue.put_nowait((ino, attributes_only))
+            self._queue.put_nowait(ino)
         except queue.Full:
             log.debug("too many notices to the kernel: one for inode %d is dropped", ino)
 
     def _work(self) -> None:
         while True:
-            ino, attributes_only = self._queue.get()
+            ino = self._queue.get()
             try:
-                pyfuse3.invalidate_inode(InodeT(ino), attributes_only)
+                pyfuse3.invalidate_inode(InodeT(ino), attr_only=True)
             except OSError as failure:
                 # ENOENT: the kernel has forgotten it meanwhile.
                 log.debug("notice for inode %d: %s", ino, failure)
