@@ -6,6 +6,7 @@ of its own: `append` returns what is to be written and where.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -106,6 +107,7 @@ class Ring:
     _died: npt.NDArray[np.int64] = field(init=False)
     _announced: int = field(init=False)
     _free: int | None = None
+    _readers: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         count = self.geometry.segment_count
@@ -208,6 +210,17 @@ class Ring:
 
     # -- segments
 
+    def pin(self, address: int) -> None:
+        """A read is under way there: its segment is not overwritten meanwhile."""
+        self._readers[self.geometry.segment(address)] += 1
+
+    def unpin(self, address: int) -> None:
+        segment = self.geometry.segment(address)
+        self._readers[segment] -= 1
+        if not self._readers[segment]:
+            del self._readers[segment]
+            self._free = None
+
     def release(self, address: int, stored: int, needed_until: int) -> None:
         """The blocks of an extent or node are dead: only a checkpoint that replays from
         `needed_until` or before may know them."""
@@ -243,6 +256,7 @@ class Ring:
         bound = self.needed_from
         free: npt.NDArray[np.bool_] = self._dead_mask()
         free &= (self._last_sequence < bound) & (self._died < bound)
+        free[list(self._readers)] = False
         return free
 
 

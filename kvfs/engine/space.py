@@ -10,20 +10,22 @@ from kvfs.engine.index import Index
 from kvfs.engine.ring import RESERVED_SEGMENTS, Ring
 
 _OPERATION_COST = 4096
-# Whole checkpoints: those of both superblock slots, and a new one.
-_CHECKPOINTS = 3
+# The record that the superblock points to, in a frame of its own.
+_EMPTY_CHECKPOINT = 16 * BLOCK
+# Frames are long where much is written: one block of head for so many of payload.
+_FRAME_SHARE = 64
 
 
 def cost(op: ops.Operation) -> int:
-    """The bytes of the ring that an operation may take, at most: in its own frame, and
-    its items in the checkpoints. What it frees is not counted."""
+    """The bytes of the ring that an operation may take in its own frame, at most. What it
+    frees is not counted, nor what it adds to the next checkpoint."""
     match op:
         case ops.Write():
             return _OPERATION_COST + round_up(op.length) + 2 * BLOCK
         case ops.SetXattr():
-            return _OPERATION_COST + (1 + _CHECKPOINTS) * len(op.value)
+            return _OPERATION_COST + len(op.value)
         case ops.Create():
-            return _OPERATION_COST + (1 + _CHECKPOINTS) * len(op.target)
+            return _OPERATION_COST + len(op.target)
         case ops.Rename():
             return 2 * _OPERATION_COST
     return _OPERATION_COST
@@ -31,13 +33,11 @@ def cost(op: ops.Operation) -> int:
 
 @dataclass(slots=True)
 class Space:
-    """The ring's bytes as they can be promised. `extent_max` is the longest extent,
-    `held` what the checkpoints of both superblock slots take: their part of the reserve."""
+    """The ring's bytes as they can be promised. `extent_max` is the longest extent."""
 
     ring: Ring
     index: Index
     extent_max: int
-    held: int = 0
 
     @property
     def usable_segment(self) -> int:
@@ -52,19 +52,24 @@ class Space:
         return others * self.usable_segment + geometry.segment_size - BLOCK
 
     def left(self, promised: int, *, frees: bool) -> int:
-        """Bytes that operations may still be promised. What makes room may use the reserve."""
+        """Bytes that operations may still be promised without cleaning. What makes room
+        may use the reserve."""
         ring = self.ring
         segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT)
-        checkpoint = self._checkpoint_size
-        reserve = max(checkpoint, _CHECKPOINTS * checkpoint - self.held)
-        if not frees:
-            reserve += RESERVED_SEGMENTS * self.usable_segment
+        reserve = self._reserve + (0 if frees else RESERVED_SEGMENTS * self.usable_segment)
         return max(0, ring.room) + segments * self.usable_segment - promised - reserve
 
+    def left_after_cleaning(self, promised: int) -> int:
+        """Bytes that could be promised if all live blocks lay side by side."""
+        live = self.ring.liveness.live_bytes
+        return self.total - live - live // _FRAME_SHARE - promised - self._reserve
+
     @property
-    def _checkpoint_size(self) -> int:
-        """What a checkpoint takes, at most: its chunks are rounded up to whole blocks."""
-        return self.index.size * 17 // 16 + 2 * BLOCK
+    def _reserve(self) -> int:
+        """The next checkpoint, and two without changes: what is dead becomes free when
+        both superblock slots have moved on."""
+        unchanged = self.ring.liveness.stored_max + _EMPTY_CHECKPOINT
+        return self.index.checkpoint_size_max + 2 * unchanged
 
     @property
     def reclaimable(self) -> int:

@@ -20,28 +20,25 @@ from kvfs.engine.assembly import Assembler
 from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
+from kvfs.engine.files import Part, Stored
 from kvfs.engine.format import (
     EXTENT_SIZE_MAX,
-    KIND_BYTE,
     ROOT_INODE,
     Dentry,
     Extent,
     FormatError,
     Inode,
-    ItemKind,
-    Pointer,
     Superblock,
     SuperblockFlag,
-    key_owner,
-    round_up,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.io import DeadlineExceeded, Executor, Step, run, wait_all
-from kvfs.engine.nodes import Node, Part, Stored, error
+from kvfs.engine.io import DeadlineExceeded, Executor, InlineExecutor, Step, run, settled, wait_all
+from kvfs.engine.nodecache import NodeCache
+from kvfs.engine.nodes import Node, error
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.ring import Geometry, Ring
 from kvfs.engine.space import Space, cost
-from kvfs.engine.state import CODEC_XATTR, State
+from kvfs.engine.state import CODEC_XATTR, Done, State
 from kvfs.engine.superblocks import read_superblocks, write_superblock
 from kvfs.engine.writer import ID_WINDOW, Counters, Writer
 
@@ -58,11 +55,18 @@ _FRACTION_OF_SEGMENT = 8  # an extent is at most this part of a segment
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Limits of a mounted store. Sizes in bytes, times in seconds."""
+    """Limits of a mounted store. Sizes in bytes, times in seconds.
+
+    `cache_size` is for file data, `index_cache_size` for nodes of the index; `nodes_max`
+    counts inodes and extents in use; `checkpoint_changes` items of the index.
+    """
 
     cache_size: int = 128 * 1024 * 1024
+    index_cache_size: int = 32 * 1024 * 1024
+    nodes_max: int = 40_000
     checkpoint_seconds: float = 300.0
     checkpoint_bytes: int = 1024 * 1024 * 1024
+    checkpoint_changes: int = 100_000
     uid: int = field(default_factory=os.geteuid)
     gid: int = field(default_factory=os.getegid)
 
@@ -93,11 +97,10 @@ class Store:
         self._buffer = buffer
         self._options = options
         self._state = loaded.state
-        held = sum(round_up(pointer.stored) for pointer in loaded.checkpoint_places)
-        self._space = Space(loaded.ring, loaded.index, loaded.extent_max, held)
+        self._space = Space(loaded.ring, loaded.index, loaded.extent_max)
         self._writer = Writer(
             device, executor, buffer, loaded.ring, loaded.index, loaded.state, self._space,
-            superblock, loaded.operation, loaded.checkpoint_places, lambda inodes: None,
+            superblock, loaded.operation, lambda inodes: None,
         )  # fmt: skip
         self._writer.counters.replayed_frames = loaded.frames
         self._reader = ExtentReader(device, executor, options.cache_size)
@@ -114,7 +117,7 @@ class Store:
         name: str,
         executor: Executor,
         buffer: Buffer,
-        options: StoreOptions | None = None,
+        options: StoreOptions = StoreOptions(),
     ) -> Store:
         """Read the checkpoint, replay the ring and then the buffer. Waits in place.
 
@@ -123,16 +126,18 @@ class Store:
         """
         superblocks = read_superblocks(device, name)
         try:
-            loaded = _load(device, name, superblocks.newest)
-        except FormatError as fault:
-            raise DeviceError(f"{name}: {fault}; the index cannot be read") from None
-        store = cls(device, executor, buffer, options or StoreOptions(), loaded)
+            loaded = _load(device, name, superblocks.newest, options)
+        except (FormatError, OSError) as fault:
+            reason = getattr(fault, "filename", None) or fault
+            raise DeviceError(f"{name}: {reason}; the index cannot be read") from None
+        store = cls(device, executor, buffer, options, loaded)
         _check_no_log_elsewhere(superblocks.newest, buffer, name)
         store._make_root()
         if not store.read_only:
             if superblocks.one_is_lost:
                 log.warning("%s: one of its two superblocks could not be read", name)
             store._begin(device, loaded.ring)
+        loaded.index.nodes.executor = executor
         return store
 
     def close(self) -> Step[None]:
@@ -207,6 +212,9 @@ class Store:
 
     def lookup(self, directory: int, name: bytes) -> Step[Node]:
         """Raises ENOENT, ENOTDIR, ENAMETOOLONG."""
+        return settled(lambda: self._lookup(directory, name))
+
+    def _lookup(self, directory: int, name: bytes) -> Step[Node]:
         parent = yield from self._state.nodes.node(directory)
         if not parent.is_directory:
             raise error(errno.ENOTDIR)
@@ -309,9 +317,8 @@ class Store:
         target: bytes = b"",
     ) -> Step[Node]:
         """A file, directory, symlink or special file, by the type in `mode`."""
-        op = ops.Create(
-            time.time_ns(), parent, name, self._writer.new_id(), mode, uid, gid, rdev, target
-        )
+        ino = self._state.number_for(parent, mode, self._writer.new_id())
+        op = ops.Create(time.time_ns(), parent, name, ino, mode, uid, gid, rdev, target)
         inode = yield from self._perform(op)
         assert inode is not None
         return (yield from self._state.nodes.node(inode.ino))
@@ -374,15 +381,22 @@ class Store:
     def remove_xattr(self, ino: int, name: bytes) -> Step[None]:
         yield from self._perform(ops.RemoveXattr(time.time_ns(), ino, name), frees=True)
 
-    def pin(self, ino: int) -> Step[None]:
+    def pin(self, ino: int) -> None:
         """Somebody holds the inode (an open file, the kernel's memory of it)."""
-        (yield from self._state.nodes.node(ino)).pins += 1
+        pins = self._state.nodes.pins
+        pins[ino] = pins.get(ino, 0) + 1
 
-    def unpin(self, ino: int) -> Step[None]:
-        """One holder less; without holders and names the inode is gone."""
-        node = yield from self._state.nodes.node(ino)
-        node.pins -= 1
-        yield from self._drop_if_free(ino)
+    def is_pinned(self, ino: int) -> bool:
+        return ino in self._state.nodes.pins
+
+    def unpin(self, ino: int, count: int = 1) -> Step[None]:
+        """So many holders less; without holders and names the inode is gone."""
+        pins = self._state.nodes.pins
+        left = pins.pop(ino, 0) - count
+        if left > 0:
+            pins[ino] = left
+        else:
+            yield from self._drop_if_free(ino)
 
     def _remove(self, op: ops.Operation) -> Step[int]:
         inode = yield from self._perform(op, frees=True)
@@ -391,16 +405,18 @@ class Store:
         return inode.ino
 
     def _drop_if_free(self, ino: int) -> Step[None]:
+        nodes = self._state.nodes
+        if ino not in nodes.nameless or ino in nodes.pins or self.read_only:
+            return
         try:
-            node = yield from self._state.nodes.node(ino)
-            if node.inode.nlink == 0 and node.pins == 0 and not self.read_only:
-                yield from self._perform(ops.Drop(time.time_ns(), ino), frees=True)
+            yield from self._perform(ops.Drop(time.time_ns(), ino), frees=True)
         except (OSError, DeadlineExceeded) as failure:
             # The name is gone all the same; the inode is dropped at the next mount.
             log.info("inode %d is kept for now: %s", ino, failure)
 
     def _drop_orphans(self) -> Step[None]:
         for ino in (yield from self._state.orphans()):
+            yield from self._state.nodes.node(ino)
             yield from self._drop_if_free(ino)
 
     def _perform(
@@ -411,9 +427,13 @@ class Store:
         if self.read_only:
             raise error(errno.EROFS)
         charge = cost(op)
-        yield from self._admit(charge, len(data), frees=frees)
         kept = Kept(memoryview(b""), None)
-        done = yield from self._state.prepare(op, lambda: kept)
+
+        def prepared() -> Step[Done]:
+            yield from self._admit(charge, len(data), frees=frees)
+            return (yield from self._state.prepare(op, lambda: kept))
+
+        done = yield from settled(prepared)
         kept = self._buffer.append(writer.operation + 1, ops.pack(op), data)
         inode = done()
         writer.count(charge, len(data))
@@ -439,8 +459,9 @@ class Store:
         # What is dead becomes free once both superblock slots have moved on.
         writer, space = self._writer, self._space
         yield from writer.written()
-        for _ in range(2):
-            if space.left(writer.promised, frees=frees) < charge and space.reclaimable:
+        for _ in range(3):
+            helps = space.reclaimable or writer.index.changes
+            if space.left(writer.promised, frees=frees) < charge and helps:
                 yield from writer.checkpoint()
         if space.left(writer.promised, frees=frees) < charge:
             raise error(errno.ENOSPC)
@@ -471,7 +492,8 @@ class Store:
             yield from writer.flush()
         written = writer.bytes_since_checkpoint
         due = now - writer.checkpoint_time > options.checkpoint_seconds
-        if (due and written) or written > options.checkpoint_bytes:
+        long = written > options.checkpoint_bytes
+        if (due and written) or long or writer.index.changes > options.checkpoint_changes:
             yield from writer.checkpoint()
 
 
@@ -496,31 +518,23 @@ class _Loaded:
     index: Index
     state: State
     extent_max: int
-    checkpoint_places: list[Pointer]
     operation: int
     frames: int
     damage: str | None
 
 
-def _load(device: Device, name: str, superblock: Superblock) -> _Loaded:
+def _load(device: Device, name: str, superblock: Superblock, options: StoreOptions) -> _Loaded:
     """Raises FormatError when the checkpoint is not what was written, OSError."""
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
     ring = Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
-    index = Index()
-    items, places = journal.read_checkpoint(device, superblock.checkpoint)
-    index.apply(items)
-    for pointer in places:
-        ring.liveness.mark(pointer.address, pointer.stored)
-    for key, value in items:
-        if key[KIND_BYTE] == ItemKind.EXTENT and value is not None:
-            extent = Extent.unpack(key_owner(key), value)
-            ring.liveness.mark(extent.address, extent.stored)
+    checkpoint = journal.read_checkpoint(device, superblock.checkpoint, ring)
+    # While the store is opened, reads wait in place.
+    index = Index(NodeCache(device, InlineExecutor(), ring, options.index_cache_size), checkpoint)
     replayed = journal.replay(device, ring, index, superblock)
     extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
-    state = State(index, superblock.hash_key, extent_max)
-    state.nodes.count = index.inodes
+    state = State(index, superblock.hash_key, extent_max, options.nodes_max)
+    run(state.load_counts())
     damage = replayed.damage and f"{name} is damaged: {replayed.damage}; mounted read-only"
     return _Loaded(
-        superblock, ring, index, state, extent_max, places, replayed.operation,
-        replayed.frames, damage,
-    )  # fmt: skip
+        superblock, ring, index, state, extent_max, replayed.operation, replayed.frames, damage
+    )

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from uuid import UUID
 
 from kvfs.engine.codec import Codec
+from kvfs.engine.files import Stored
 from kvfs.engine.format import Inode
 from kvfs.engine.io import Step
-from kvfs.engine.nodes import Stored, error
+from kvfs.engine.nodes import error
 from kvfs.engine.store import Store
 
 PREFIX = b"user.kvfs."

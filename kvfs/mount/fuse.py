@@ -99,7 +99,6 @@ class Filesystem(pyfuse3.Operations):
         self._look_ahead = look_ahead
         self._deadline_seconds = deadline_seconds
         self._describe = describe
-        self._remembered: dict[int, int] = {}
         self._handles: dict[int, _Handle] = {}
         self._next_handle = 0
         self._changed_blocks: set[int] = set()
@@ -132,11 +131,7 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         for ino, count in inode_list:
-            left = self._remembered.get(ino, 0) - count
-            if left > 0:
-                self._remembered[ino] = left
-            elif self._remembered.pop(ino, None) is not None:
-                await self._unpin(ino)
+            await self._run(self._store.unpin(ino, count))
 
     @_handler
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
@@ -271,7 +266,7 @@ class Filesystem(pyfuse3.Operations):
     async def release(self, fh: FileHandleT) -> None:
         handle = self._handles.pop(fh)
         if handle.snapshot is None:
-            await self._unpin(handle.ino)
+            await self._run(self._store.unpin(handle.ino))
 
     @_handler
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
@@ -389,7 +384,7 @@ class Filesystem(pyfuse3.Operations):
         handle = _Handle(ino)
         if flags & os.O_ACCMODE != os.O_WRONLY:
             handle.reader = await self._run(self._look_ahead.opened(ino))
-        await self._run(self._store.pin(ino))
+        self._store.pin(ino)
         # Also for O_DIRECT: the kernel then splits a large request into several at once, and
         # keeps its page cache coherent; with direct_io it would wait for each.
         return FileInfo(fh=self._add_handle(handle), direct_io=False, keep_cache=True)
@@ -401,14 +396,8 @@ class Filesystem(pyfuse3.Operations):
 
     def _remember(self, node: Node) -> EntryAttributes:
         """The kernel will know this inode: hold it until it is forgotten."""
-        ino = node.inode.ino
-        if ino not in self._remembered:
-            node.pins += 1
-        self._remembered[ino] = self._remembered.get(ino, 0) + 1
+        self._store.pin(node.inode.ino)
         return _node_attributes(node)
-
-    async def _unpin(self, ino: int) -> None:
-        await self._run(self._store.unpin(ino))
 
     def _blocks_changed(self, inodes: list[int]) -> None:
         self._changed_blocks.update(inodes)
@@ -417,7 +406,7 @@ class Filesystem(pyfuse3.Operations):
         """Have the kernel ask again for the attributes of files whose blocks changed. Not at
         each change: a notice costs a change of threads."""
         for ino in self._changed_blocks:
-            if ino in self._remembered:
+            if self._store.is_pinned(ino):
                 self._notices.add(ino)
         self._changed_blocks.clear()
 
