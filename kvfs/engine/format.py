@@ -374,12 +374,13 @@ class ItemKind(IntEnum):
     REFERENCES = 7
     SYMLINK = 8
     COUNTS = 9
+    SUMMARY = 10
 
 
 KEY = struct.Struct(">BQBQ")
 KIND_BYTE = 9
 KEY_END = b"\xff" * KEY.size
-TABLE_COUNTS, TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS = 0, 1, 2, 3
+TABLE_COUNTS, TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS, TABLE_SUMMARIES = 0, 1, 2, 3, 4
 _ITEM_HEAD = struct.Struct("<18sI")
 _TOMBSTONE = 0xFFFF_FFFF
 Item = tuple[bytes, "bytes | None"]
@@ -436,6 +437,11 @@ def extent_key(extent_id: int) -> bytes:
 
 def references_key(extent_id: int) -> bytes:
     return KEY.pack(TABLE_EXTENTS, extent_id, ItemKind.REFERENCES, 0)
+
+
+def summary_key(ino: int) -> bytes:
+    """An inode as it was when its data was carried forward: for fsck, not for the index."""
+    return KEY.pack(TABLE_SUMMARIES, ino, ItemKind.SUMMARY, 0)
 
 
 def key_slot(key: bytes) -> int:

@@ -40,6 +40,7 @@ class Index:
     _pending: SortedDict[bytes, tuple[int, bytes | None]] = field(default_factory=SortedDict)
     _open: dict[bytes, bytes | None] = field(default_factory=dict)
     _batch: int = 0
+    _moved: set[bytes] = field(default_factory=set)
     _recent_bytes: int = 0
     _pending_bytes: int = 0
 
@@ -153,7 +154,7 @@ class Index:
     @property
     def changes(self) -> int:
         """Items that the next checkpoint has to bring into the trees, at most."""
-        return len(self._recent) + len(self._pending)
+        return len(self._recent) + len(self._pending) + len(self._moved)
 
     @property
     def checkpoint_size_max(self) -> int:
@@ -163,10 +164,13 @@ class Index:
         added = self._recent_bytes + self._pending_bytes + self.changes * ITEM_OVERHEAD
         return (rewritten + added) * 5 // 4 + 4 * round_up(NODE_SIZE)
 
-    def update(self, make: Callable[[], Rewrite], moved: list[bytes]) -> Step[TreeUpdate]:
-        """Bring what is recent into the trees; the leaves at the keys in `moved` and the
-        paths to them are written anew in any case. Nothing else may commit meanwhile."""
-        changes: dict[bytes, Change] = {key: (key, btree.Keep.KEEP) for key in moved}
+    def move(self, keys: list[bytes]) -> None:
+        """The next checkpoint writes the nodes anew that lie on the way to these keys."""
+        self._moved.update(keys)
+
+    def update(self, make: Callable[[], Rewrite]) -> Step[TreeUpdate]:
+        """Bring what is recent into the trees. Nothing may commit meanwhile."""
+        changes: dict[bytes, Change] = {key: (key, btree.Keep.KEEP) for key in self._moved}
         changes.update((key, (key, value)) for key, value in self._recent.items())
         ordered = [changes[key] for key in sorted(changes)]
         names = [change for change in ordered if change[0] < _EXTENTS_START]
@@ -188,6 +192,7 @@ class Index:
         """The trees hold everything that was committed."""
         self.checkpoint = checkpoint
         self._recent = SortedDict()
+        self._moved = set()
         self._recent_bytes = 0
 
 

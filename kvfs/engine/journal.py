@@ -18,6 +18,7 @@ from kvfs.engine.format import (
     BLOCK,
     KEY,
     NO_SEGMENT,
+    TABLE_SUMMARIES,
     Checkpoint,
     Extent,
     FormatError,
@@ -66,7 +67,7 @@ def apply_unit(
     for extent in extents:
         ring.liveness.mark(extent.address, extent.stored)
         index.apply([(extent_key(extent.extent_id), extent.pack())])
-    index.apply(items)
+    index.apply([item for item in items if item[0][0] != TABLE_SUMMARIES])
 
 
 def _dead_by(index: Index, extents: list[Extent], items: list[Item]) -> Step[list[Extent]]:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from kvfs.engine import ops
 from kvfs.engine.format import BLOCK, NO_SEGMENT, round_up
 from kvfs.engine.index import Index
-from kvfs.engine.ring import RESERVED_SEGMENTS, Ring
+from kvfs.engine.ring import Ring
 
 _OPERATION_COST = 4096
 # The record that the superblock points to, in a frame of its own.
 _EMPTY_CHECKPOINT = 16 * BLOCK
-# Frames are long where much is written: one block of head for so many of payload.
-_FRAME_SHARE = 64
+_FREE_SHARE = 32
+# Of so many parts of the ring, one more is kept for cleaning.
+_OVERPROVISION_OF = 15
+
+
+class Purpose(IntEnum):
+    """What space is wanted for, and how many segments that leaves alone: for rm, for
+    cleaning and the checkpoints that make room, for the log to go on."""
+
+    STORE = 4
+    REMOVE = 2
+    CLEAN = 0
 
 
 def cost(op: ops.Operation) -> int:
@@ -46,23 +57,42 @@ class Space:
 
     @property
     def total(self) -> int:
-        """What an empty ring can take."""
-        geometry = self.ring.geometry
-        others = geometry.segment_count - RESERVED_SEGMENTS - 1
-        return others * self.usable_segment + geometry.segment_size - BLOCK
+        """What the ring is meant to take: less than it could, so that cleaning always finds
+        segments that are partly dead."""
+        segments = self.ring.geometry.segment_count - Purpose.STORE
+        return segments * self.usable_segment * _OVERPROVISION_OF // (_OVERPROVISION_OF + 1)
 
-    def left(self, promised: int, *, frees: bool) -> int:
-        """Bytes that operations may still be promised without cleaning. What makes room
-        may use the reserve."""
+    def has_room(self, charge: int, promised: int, purpose: Purpose) -> bool:
+        """Whether so many bytes can be promised now."""
+        enough = self.is_enough(charge, promised, purpose)
+        return enough and self.left(promised, purpose) >= charge
+
+    def is_enough(self, charge: int, promised: int, purpose: Purpose) -> bool:
+        """Whether cleaning makes room for so much. What makes room itself is always tried."""
+        return purpose != Purpose.STORE or self.left_after_cleaning(promised) >= charge
+
+    def left(self, promised: int, purpose: Purpose) -> int:
+        """Bytes of free segments, less what is promised and reserved."""
         ring = self.ring
-        segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT)
-        reserve = self._reserve + (0 if frees else RESERVED_SEGMENTS * self.usable_segment)
-        return max(0, ring.room) + segments * self.usable_segment - promised - reserve
+        segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT) - purpose
+        return max(0, ring.room) + segments * self.usable_segment - promised - self._reserve
 
     def left_after_cleaning(self, promised: int) -> int:
         """Bytes that could be promised if all live blocks lay side by side."""
         live = self.ring.liveness.live_bytes
-        return self.total - live - live // _FRAME_SHARE - promised - self._reserve
+        return self.total - live - promised - self._reserve
+
+    @property
+    def is_short(self) -> bool:
+        """Whether so few segments are free that cleaning should not wait until none is."""
+        segments = self.ring.geometry.segment_count
+        return self.ring.free_segments < Purpose.STORE + max(2, segments // _FREE_SHARE)
+
+    @property
+    def is_worth_cleaning(self) -> bool:
+        """Whether some segment is mostly dead."""
+        victim = self.ring.victim()
+        return victim is not None and self.ring.live_bytes(victim) < self.usable_segment * 3 // 4
 
     @property
     def _reserve(self) -> int:

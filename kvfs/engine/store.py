@@ -37,7 +37,7 @@ from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.nodes import Node, error
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.ring import Geometry, Ring
-from kvfs.engine.space import Space, cost
+from kvfs.engine.space import Purpose, Space, cost
 from kvfs.engine.state import CODEC_XATTR, Done, State
 from kvfs.engine.superblocks import read_superblocks, write_superblock
 from kvfs.engine.writer import ID_WINDOW, Counters, Writer
@@ -103,7 +103,7 @@ class Store:
             superblock, loaded.operation, lambda inodes: None,
         )  # fmt: skip
         self._writer.counters.replayed_frames = loaded.frames
-        self._reader = ExtentReader(device, executor, options.cache_size)
+        self._reader = ExtentReader(device, executor, loaded.ring, options.cache_size)
         self._assembler = Assembler(self._reader)
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None
@@ -280,7 +280,7 @@ class Store:
 
     def usage(self) -> Usage:
         space = self._space
-        free = max(0, space.left(self._writer.promised, frees=False) + space.reclaimable)
+        free = max(0, space.left_after_cleaning(self._writer.promised))
         live = space.ring.liveness.live_bytes
         return Usage(space.total, min(free, space.total), live, self._state.nodes.count)
 
@@ -345,7 +345,7 @@ class Store:
         exchange: bool = False,
     ) -> Step[None]:
         op = ops.Rename(time.time_ns(), parent, name, new_parent, new_name, replace, exchange)
-        replaced = yield from self._perform(op, frees=True)
+        replaced = yield from self._perform(op, purpose=Purpose.REMOVE)
         if replaced is not None:
             yield from self._drop_if_free(replaced.ino)
 
@@ -361,7 +361,7 @@ class Store:
         mtime_ns: int | None = None,
     ) -> Step[Node]:
         op = ops.SetAttributes(time.time_ns(), ino, mode, uid, gid, size, atime_ns, mtime_ns)
-        yield from self._perform(op, frees=size is not None)
+        yield from self._perform(op, purpose=Purpose.STORE if size is None else Purpose.REMOVE)
         return (yield from self._state.nodes.node(ino))
 
     def write(self, ino: int, offset: int, data: bytes | memoryview) -> Step[int]:
@@ -379,7 +379,7 @@ class Store:
         yield from self._perform(ops.SetXattr(time.time_ns(), ino, name, value))
 
     def remove_xattr(self, ino: int, name: bytes) -> Step[None]:
-        yield from self._perform(ops.RemoveXattr(time.time_ns(), ino, name), frees=True)
+        yield from self._perform(ops.RemoveXattr(time.time_ns(), ino, name), purpose=Purpose.REMOVE)
 
     def pin(self, ino: int) -> None:
         """Somebody holds the inode (an open file, the kernel's memory of it)."""
@@ -399,7 +399,7 @@ class Store:
             yield from self._drop_if_free(ino)
 
     def _remove(self, op: ops.Operation) -> Step[int]:
-        inode = yield from self._perform(op, frees=True)
+        inode = yield from self._perform(op, purpose=Purpose.REMOVE)
         assert inode is not None
         yield from self._drop_if_free(inode.ino)
         return inode.ino
@@ -409,7 +409,7 @@ class Store:
         if ino not in nodes.nameless or ino in nodes.pins or self.read_only:
             return
         try:
-            yield from self._perform(ops.Drop(time.time_ns(), ino), frees=True)
+            yield from self._perform(ops.Drop(time.time_ns(), ino), purpose=Purpose.REMOVE)
         except (OSError, DeadlineExceeded) as failure:
             # The name is gone all the same; the inode is dropped at the next mount.
             log.info("inode %d is kept for now: %s", ino, failure)
@@ -420,7 +420,7 @@ class Store:
             yield from self._drop_if_free(ino)
 
     def _perform(
-        self, op: ops.Operation, data: bytes | memoryview = b"", *, frees: bool = False
+        self, op: ops.Operation, data: bytes | memoryview = b"", *, purpose: Purpose = Purpose.STORE
     ) -> Step[Inode | None]:
         writer = self._writer
         writer.check()
@@ -430,7 +430,7 @@ class Store:
         kept = Kept(memoryview(b""), None)
 
         def prepared() -> Step[Done]:
-            yield from self._admit(charge, len(data), frees=frees)
+            yield from self._admit(charge, len(data), purpose)
             return (yield from self._state.prepare(op, lambda: kept))
 
         done = yield from settled(prepared)
@@ -441,30 +441,40 @@ class Store:
 
     # -- admission
 
-    def _admit(self, charge: int, length: int, *, frees: bool) -> Step[None]:
+    def _admit(self, charge: int, length: int, purpose: Purpose) -> Step[None]:
         """Wait until the buffer has room; raise ENOSPC when the ring has not."""
         writer = self._writer
         while writer.unsaved + length > self._unsaved_max() or not self._buffer.has_room(charge):
             if writer.is_idle:
                 raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
             yield from writer.relieve()
-        if self._space.left(writer.promised, frees=frees) < charge:
-            yield from self._make_space(charge, frees=frees)
+        if not self._space.has_room(charge, writer.promised, purpose):
+            yield from self._make_space(charge, purpose)
 
     def _unsaved_max(self) -> int:
         """Dirty bytes are bounded by what the device takes in 5 s."""
         return max(_DIRTY_MIN, int(self._writer.auto.device * _DIRTY_SECONDS))
 
-    def _make_space(self, charge: int, *, frees: bool) -> Step[None]:
-        # What is dead becomes free once both superblock slots have moved on.
+    def _make_space(self, charge: int, purpose: Purpose) -> Step[None]:
+        """Until there is room: write checkpoints (what is dead becomes free once both
+        superblock slots have moved on) and clean. Raises ENOSPC when that does not help."""
         writer, space = self._writer, self._space
         yield from writer.written()
-        for _ in range(3):
-            helps = space.reclaimable or writer.index.changes
-            if space.left(writer.promised, frees=frees) < charge and helps:
-                yield from writer.checkpoint()
-        if space.left(writer.promised, frees=frees) < charge:
-            raise error(errno.ENOSPC)
+        if space.reclaimable or writer.index.changes:
+            yield from self._free_what_is_dead()
+        best = -1 << 63
+        while not space.has_room(charge, writer.promised, purpose):
+            left = space.left(writer.promised, purpose)
+            if left <= best or not space.is_enough(charge, writer.promised, purpose):
+                raise error(errno.ENOSPC)
+            best = left
+            yield from writer.clean()
+            yield from self._free_what_is_dead()
+
+    def _free_what_is_dead(self) -> Step[None]:
+        """Both superblock slots move on."""
+        for _ in range(2):
+            yield from self._writer.checkpoint()
 
     # -- durability
 
@@ -476,6 +486,10 @@ class Store:
     def checkpoint(self) -> Step[None]:
         """The index on the device describes everything answered before."""
         return self._writer.checkpoint()
+
+    def clean(self) -> Step[None]:
+        """Carry what is live out of the emptiest segments, at most about a segment of it."""
+        return self._writer.clean()
 
     def tick(self) -> Step[None]:
         """Call about once a second: what is answered is written within 5 s, flushed
@@ -494,6 +508,9 @@ class Store:
         due = now - writer.checkpoint_time > options.checkpoint_seconds
         long = written > options.checkpoint_bytes
         if (due and written) or long or writer.index.changes > options.checkpoint_changes:
+            yield from writer.checkpoint()
+        if self._space.is_short and self._space.is_worth_cleaning:
+            yield from writer.clean()
             yield from writer.checkpoint()
 
 

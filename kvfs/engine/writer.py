@@ -16,15 +16,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from kvfs.engine import journal, metadata
+from kvfs.engine import cleaner, journal, metadata
 from kvfs.engine.btree import Rewrite
 from kvfs.engine.buffer import Buffer
 from kvfs.engine.buffers import BufferPool
+from kvfs.engine.cleaner import LiveRecord
 from kvfs.engine.codec import AutoCodec
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
     BLOCK,
     Checkpoint,
+    FormatError,
     Pointer,
     RecordKind,
     Superblock,
@@ -35,7 +37,7 @@ from kvfs.engine.io import Completion, Executor, Step, wait, wait_all
 from kvfs.engine.metadata import EncodedRecord
 from kvfs.engine.nodes import error
 from kvfs.engine.ring import PlacedFrame, Ring
-from kvfs.engine.space import Space
+from kvfs.engine.space import Purpose, Space
 from kvfs.engine.state import State
 from kvfs.engine.superblocks import write_superblock
 from kvfs.engine.writeback import (
@@ -55,6 +57,7 @@ log = logging.getLogger(__name__)
 # So many ids are handed out between two checkpoints, at most.
 ID_WINDOW = 1 << 24
 _METADATA_WRITES_MAX = 8
+_WORTH_CLEANING = 97  # percent of a segment: one with more that is live is left alone
 _BATCH_CHARGE_MAX = 4 * BATCH_SIZE
 _IN_FLIGHT_MAX = 2
 _BANDWIDTH_SAMPLE_MIN = 1024 * 1024
@@ -71,6 +74,8 @@ class Counters:
     frames: int = 0
     flushes: int = 0
     checkpoints: int = 0
+    cleaned_segments: int = 0
+    carried: int = 0
     recovered_operations: int = 0
     replayed_frames: int = 0
 
@@ -117,6 +122,7 @@ class Writer:
         self._working: Completion[None] | None = None
         self._flushing: Completion[None] | None = None
         self._checkpoint: _Checkpoint | None = None
+        self._cleaning: Completion[None] | None = None
         self._metadata_writes: deque[Completion[None]] = deque()
 
     # -- what the store asks for
@@ -224,6 +230,16 @@ class Writer:
         self._start()
         yield from wait(wanted.written)
 
+    def clean(self) -> Step[None]:
+        """Carry what is live out of the segments that are cheapest to empty, at most about
+        a segment of it; two checkpoints later they are free."""
+        self.check()
+        if self._cleaning is None:
+            self._cleaning = Completion()
+        cleaning = self._cleaning
+        self._start()
+        yield from wait(cleaning)
+
     def finished(self) -> Step[None]:
         """Nothing is under way any longer."""
         if self._working is not None:
@@ -238,12 +254,16 @@ class Writer:
     def _work(self) -> Step[None]:
         in_flight: deque[_InFlight] = deque()
         try:
-            while self._sealed or in_flight or self._checkpoint:
+            while self._sealed or in_flight or self._checkpoint or self._cleaning:
                 self.check()
-                if self._sealed and len(in_flight) < _IN_FLIGHT_MAX and not self._checkpoint_due:
+                alone = self._checkpoint_due or self._cleaning is not None
+                if self._sealed and len(in_flight) < _IN_FLIGHT_MAX and not alone:
                     in_flight.append((yield from self._place_next()))
                 elif in_flight:
                     yield from self._commit(in_flight.popleft())
+                elif self._cleaning is not None:
+                    cleaning, self._cleaning = self._cleaning, None
+                    yield from self._clean(cleaning)
                 elif self._checkpoint is not None:
                     wanted, self._checkpoint = self._checkpoint, None
                     yield from self._write_checkpoint(wanted)
@@ -263,7 +283,7 @@ class Writer:
 
     def _encode(self, batch: Batch) -> None:
         if batch.encoding is None:
-            left = self.space.left(self.promised, frees=False)
+            left = self.space.left_after_cleaning(self.promised)
             self.auto.space_is_short = left < self.space.total // _SHORT_OF_SPACE
             start_encoding(batch, self.auto, self._arenas, self.executor.submit)
 
@@ -332,6 +352,65 @@ class Writer:
         if self._checkpoint is not None:
             self._checkpoint.written.finish(error=fault)
             self._checkpoint = None
+        if self._cleaning is not None:
+            self._cleaning.finish(error=fault)
+            self._cleaning = None
+
+    # -- cleaning
+
+    def _clean(self, cleaning: Completion[None]) -> Step[None]:
+        try:
+            room = self.space.usable_segment * _WORTH_CLEANING // 100
+            while (victim := self.ring.victim()) is not None:
+                live = self.ring.live_bytes(victim)
+                room -= live
+                if room < 0 or self.space.left(self.promised, Purpose.CLEAN) < live:
+                    break
+                yield from self._clean_segment(victim)
+        except Exception as failure:
+            cleaning.finish(error=error(errno.EIO, f"the device failed: {failure}"))
+            raise
+        cleaning.finish()
+
+    def _clean_segment(self, segment: int) -> Step[None]:
+        submit, ring = self.executor.submit, self.ring
+        found = yield from wait(submit(partial(cleaner.survey, self.device, ring, segment)))
+        if found.taken != ring.live_bytes(segment):
+            log.error("segment %d cannot be cleaned: its frames cannot be read", segment)
+            ring.unmovable.add(segment)
+            return
+        try:
+            keys = partial(cleaner.first_keys, self.device, found.nodes)
+            self.index.move((yield from wait(submit(keys))))
+        except FormatError as fault:
+            log.error("segment %d cannot be cleaned: %s", segment, fault)
+            ring.unmovable.add(segment)
+            return
+        for pointer in found.others:
+            self._rewrite_part(pointer)
+        for group in cleaner.groups(found.data):
+            yield from self._carry(group)
+        ring.emptied(segment)
+        self.counters.cleaned_segments += 1
+
+    def _rewrite_part(self, pointer: Pointer) -> None:
+        """Of the bitmap; the checkpoint's own record is written anew every time."""
+        if pointer in self.index.checkpoint.bitmap:
+            self.ring.liveness.changed.add(self.index.checkpoint.bitmap.index(pointer))
+
+    def _carry(self, group: list[LiveRecord]) -> Step[None]:
+        carried = yield from cleaner.carry(self.device, self.executor, self.index, group)
+        frames = place_unit(self.ring, carried.payloads, carried.items, self._placed_operation)
+        yield from wait_all(self._write([frame for frame, _ in frames]))
+        self.check()
+        extents = [
+            journal.extent_of(frame.header, record) for frame, group in frames for record in group
+        ]
+        journal.apply_unit(self.index, self.ring, extents, [], carried.old)
+        for extent in extents:
+            self.state.files.table.moved(extent)
+        self.committed_sequence = frames[-1][0].header.sequence
+        self.counters.carried += sum(payload.size for payload in carried.payloads)
 
     # -- checkpoints
 
@@ -345,7 +424,7 @@ class Writer:
 
     def _append_checkpoint(self, *, closing: bool) -> Step[None]:
         described = self._placed_operation
-        update = yield from self.index.update(self._rewrite, [])
+        update = yield from self.index.update(self._rewrite)
         for node in update.written:
             self.ring.liveness.mark(node.address, node.stored)
         for pointer in (*update.replaced, self.superblock.checkpoint):
