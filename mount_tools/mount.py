@@ -25,13 +25,13 @@ from mount_tools.common import (
 )
 from mount_tools.daemonize import LOG_FORMAT, run_in_background
 from mount_tools.mountpoints import State, Stats, canonical, detach, read_stats, state_of
+from mount_tools.options import parse_options
 
 if TYPE_CHECKING:
     from kvfs.mount.daemon import MountConfig
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = ("ro", "rw", "allow_other")
 _FUSE_CONFIG = Path("/etc/fuse.conf")
 _SYSTEM_LOGS = Path("/var/log/kvfs")
 
@@ -67,7 +67,7 @@ def mount(
     ] = False,
     options: Annotated[
         list[str] | None,
-        typer.Option("-o", metavar="OPTION,...", help=f"Of {', '.join(_OPTIONS)}."),
+        typer.Option("-o", metavar="OPTION,...", help="ro, allow_other, noexec, sync, ..."),
     ] = None,
     deadline: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="A request is answered within this.")
@@ -84,7 +84,7 @@ def mount(
       kvfs mount /mnt/kv ring.img --warm 8G --log kvfs.log
       kvfs mount /mnt/kv ring.img -o ro --foreground
     """
-    chosen = _parse_options(options or [])
+    chosen = parse_options(options or [])
     # The daemon's directory is another one: relative paths end here.
     mountpoint, device, warm_dir = canonical(mountpoint), device.resolve(), warm_dir.resolve()
     _check_system(allow_other="allow_other" in chosen)
@@ -102,8 +102,7 @@ def mount(
             source=device,
             warm_directory=warm_dir,
             warm_size=warm,
-            read_only="ro" in chosen,
-            allow_other="allow_other" in chosen,
+            options=chosen,
             deadline_seconds=deadline,
             store=StoreOptions(checkpoint_seconds=checkpoint),
         )
@@ -119,13 +118,6 @@ def mount(
 
 
 # -- checks
-
-
-def _parse_options(options: list[str]) -> set[str]:
-    chosen = {word for option in options for word in option.split(",") if word}
-    for word in sorted(chosen.difference(_OPTIONS)):
-        raise typer.BadParameter(f"-o {word} is not known; known are {', '.join(_OPTIONS)}")
-    return chosen
 
 
 def _check_system(*, allow_other: bool) -> None:

@@ -37,17 +37,20 @@ _WARM_SIZE_MIN = 4 * CHUNK_SIZE
 
 @dataclass(frozen=True, slots=True)
 class MountConfig:
-    """What a mount needs to know. Sizes in bytes."""
+    """What a mount needs to know. Sizes in bytes; `options` are libfuse's."""
 
     mountpoint: Path
     source: Path
     warm_directory: Path = Path("/dev/shm")
     warm_size: int | None = None
-    read_only: bool = False
-    allow_other: bool = False
+    options: frozenset[str] = frozenset()
     deadline_seconds: float = 30.0
     window_size: int = 16 * 1024 * 1024
     store: StoreOptions = field(default_factory=StoreOptions)
+
+    @property
+    def read_only(self) -> bool:
+        return "ro" in self.options
 
 
 def serve(config: MountConfig, ready: Callable[[], None]) -> None:
@@ -154,12 +157,8 @@ def _warm_limit(config: MountConfig) -> int:
 def _options(config: MountConfig) -> set[str]:
     # libfuse takes a comma for the end of an option.
     source = str(config.source).replace("\\", "\\\\").replace(",", "\\,")
-    options = {"default_permissions", "subtype=kvfs", f"fsname={source}"}
-    if config.allow_other:
-        options.add("allow_other")
-    if config.read_only:
-        options.add("ro")
-    return options
+    own = {"default_permissions", "subtype=kvfs", f"fsname={source}"}
+    return own | config.options
 
 
 async def _announce(mountpoint: Path, ready: Callable[[], None]) -> None:

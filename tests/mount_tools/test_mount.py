@@ -17,6 +17,7 @@ import pytest
 from kvfs.engine.format import DATA_START
 from kvfs.mount.mounts import find_mount, mounts
 from tests.support.command import error_line
+from tests.support.images import digest
 from tests.support.mounter import KVFS, Mounter, kvfs
 
 MIB = 1024**2
@@ -59,13 +60,45 @@ def test_relative_paths_and_links_are_followed(mounter: Mounter) -> None:
     assert not find_mount(mounter.mountpoint)
 
 
-def test_a_read_only_mount_shows_and_refuses(mounted: Mounter) -> None:
-    mounted.umount()
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "create": lambda top: (top / "new").touch(),
+    "mkdir": lambda top: (top / "new").mkdir(),
+    "symlink": lambda top: (top / "new").symlink_to("kept"),
+    "link": lambda top: (top / "new").hardlink_to(top / "kept"),
+    "write": lambda top: (top / "kept").open("r+b"),
+    "truncate": lambda top: os.truncate(top / "kept", 0),
+    "rename": lambda top: (top / "kept").rename(top / "new"),
+    "unlink": lambda top: (top / "kept").unlink(),
+    "chmod": lambda top: (top / "kept").chmod(0o777),
+    "chown": lambda top: os.chown(top / "kept", 1, 1),
+    "utime": lambda top: os.utime(top / "kept", (1, 1)),
+    "setxattr": lambda top: os.setxattr(top / "kept", "user.a", b"b"),
+    "removexattr": lambda top: os.removexattr(top / "kept", "user.kvfs.codec"),
+    "chmod of the root": lambda top: top.chmod(0o777),
+}
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["after an unmount", "after a crash"])
+def test_a_read_only_mount_shows_refuses_and_changes_no_byte_of_the_image(
+    mounted: Mounter, killed: bool
+) -> None:
+    kept = mounted.mountpoint / "kept"
+    os.setxattr(kept, "user.kvfs.codec", b"none")
+    with kept.open() as file:
+        os.fsync(file.fileno())
+    if killed:
+        mounted.kill()
+    else:
+        mounted.umount()
+    before = digest(mounted.image)
     assert " read-only: " in mounted.mount("-o", "ro").stdout
-    assert (mounted.mountpoint / "kept").read_text() == "kept"
-    with pytest.raises(OSError, match="Read-only file system"):
-        (mounted.mountpoint / "new").touch()
+    assert kept.read_text() == "kept"
+    for name, change in CHANGES.items():
+        with pytest.raises(OSError, match="Read-only file system"):
+            change(mounted.mountpoint)
+            pytest.fail(name)
     mounted.umount()
+    assert digest(mounted.image) == before
 
 
 def test_a_block_device_serves_as_ring(loop_device: Path, mounter: Mounter) -> None:
