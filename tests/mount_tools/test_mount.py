@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from kvfs.mount.mounts import find_mount, mounts
 from tests.support.command import error_line
 from tests.support.images import digest
 from tests.support.mounter import KVFS, Mounter, kvfs
+from tests.support.supervisor import supervised
 
 MIB = 1024**2
 
@@ -260,34 +260,17 @@ def test_what_is_not_mounted_cannot_be_unmounted(tmp_path: Path) -> None:
 # -- in the foreground
 
 
-@pytest.fixture
-def supervised(mounter: Mounter) -> Iterator[subprocess.Popen[str]]:
-    """`kvfs mount --foreground`, ready as a supervisor is told."""
-    address = mounter.directory / "notify"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-        notify.bind(str(address))
-        notify.settimeout(20)
-        command = [
-            KVFS, "mount", mounter.mountpoint, mounter.image, "--foreground",
-            "--warm-dir", mounter.warm_directory,
-        ]  # fmt: skip
-        environment = os.environ | {"NOTIFY_SOCKET": str(address)}
-        with subprocess.Popen(
-            command, env=environment, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert notify.recv(100) == b"READY=1"
-            yield process
-            process.kill()
-
-
-def test_a_supervisor_is_told_and_can_stop_it(
-    mounter: Mounter, supervised: subprocess.Popen[str]
-) -> None:
-    (mounter.mountpoint / "kept").write_text("kept")
-    assert mounter.stats()["pid"] == supervised.pid
-    supervised.send_signal(signal.SIGTERM)
-    _, log = supervised.communicate(timeout=60)
-    assert supervised.returncode == 0
+def test_a_supervisor_is_told_and_can_stop_it(mounter: Mounter) -> None:
+    command = [
+        KVFS, "mount", mounter.mountpoint, mounter.image, "--foreground",
+        "--warm-dir", mounter.warm_directory,
+    ]  # fmt: skip
+    with supervised(command, mounter.directory) as daemon:
+        (mounter.mountpoint / "kept").write_text("kept")
+        assert mounter.stats()["pid"] == daemon.pid
+        daemon.send_signal(signal.SIGTERM)
+        _, log = daemon.communicate(timeout=60)
+    assert daemon.returncode == 0
     assert "Traceback" not in log
     assert not find_mount(mounter.mountpoint)
     mounter.mount()
