@@ -25,7 +25,8 @@ from kvfs.engine.format import (
     Superblock,
 )
 from kvfs.engine.superblocks import format_device
-from mount_tools.common import CommandError, format_size, parse_size, print_json
+from kvfs.mount.backing import claimed
+from mount_tools.common import CommandError, format_size, parse_path, parse_size, print_json
 
 DEFAULT_SIZE = 4 * 1024**3
 DEFAULT_SEGMENT_SIZE = 64 * 1024**2
@@ -34,7 +35,10 @@ _BLKID_NOTHING_FOUND = 2
 
 
 def mkfs(
-    device: Annotated[Path, typer.Argument(metavar="DEV", help="Block device or image file.")],
+    device: Annotated[
+        Path,
+        typer.Argument(parser=parse_path, metavar="DEV", help="Block device or image file."),
+    ],
     size: Annotated[
         int | None,
         typer.Option(
@@ -126,16 +130,13 @@ def _check_size(device: Path, size: int | None) -> None:
 
 
 def _format(path: Path, segment_size: int | None, *, force: bool) -> Superblock:
-    device = FileDevice(path)
-    try:
+    with claimed(path) as device:
         if not force:
             _refuse_used(device)
         if segment_size is None:
             segment_size = _fitting_segment_size(device)
         superblock = format_device(device, segment_size)
         _wipe_foreign(device)
-    finally:
-        device.close()
     return superblock
 
 

@@ -24,7 +24,15 @@ from mount_tools.common import (
     warn,
 )
 from mount_tools.daemonize import LOG_FORMAT, run_in_background
-from mount_tools.mountpoints import State, Stats, canonical, detach, read_stats, state_of
+from mount_tools.mountpoints import (
+    State,
+    Stats,
+    answered,
+    canonical,
+    detach,
+    read_stats,
+    state_of,
+)
 from mount_tools.options import parse_options
 
 if TYPE_CHECKING:
@@ -40,9 +48,15 @@ def mount(
     mountpoint: Annotated[
         Path, typer.Argument(parser=parse_path, metavar="MNT", help="An empty directory.")
     ],
-    device: Annotated[Path, typer.Argument(metavar="DEV", help="Block device or image file.")],
+    device: Annotated[
+        Path,
+        typer.Argument(parser=parse_path, metavar="DEV", help="Block device or image file."),
+    ],
     warm_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="A tmpfs: keeps what the ring lacks yet.")
+        Path,
+        typer.Option(
+            parser=parse_path, metavar="DIR", help="A tmpfs: keeps what the ring lacks yet."
+        ),
     ] = Path("/dev/shm"),
     warm: Annotated[
         int | None,
@@ -86,12 +100,12 @@ def mount(
     """
     chosen = parse_options(options or [])
     # The daemon's directory is another one: relative paths end here.
-    mountpoint, device, warm_dir = canonical(mountpoint), device.resolve(), warm_dir.resolve()
+    mountpoint, device, warm_dir = map(canonical, (mountpoint, device, warm_dir))
     _check_system(allow_other="allow_other" in chosen)
-    _check_warm_directory(warm_dir)
+    answered(warm_dir, lambda: _check_warm_directory(warm_dir))
     _clear_if_dead(mountpoint)
-    _check_mountpoint(mountpoint)
-    _check_device(device)
+    answered(mountpoint, lambda: _check_mountpoint(mountpoint))
+    answered(device, lambda: _check_device(device, read_only="ro" in chosen))
 
     def make_config() -> MountConfig:
         from kvfs.engine.store import StoreOptions
@@ -125,6 +139,10 @@ def _check_system(*, allow_other: bool) -> None:
         raise CommandError(
             "/dev/fuse is missing: load the kernel's module (modprobe fuse), or give the "
             "container the device and CAP_SYS_ADMIN"
+        )
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise CommandError(
+            "/dev/fuse: permission denied; run as root, or have root allow it: chmod 666 /dev/fuse"
         )
     if shutil.which("fusermount3") is None:
         raise CommandError("fusermount3 is missing; install the package fuse3")
@@ -187,9 +205,11 @@ def _check_mountpoint(mountpoint: Path) -> None:
         raise CommandError(f"{mountpoint} is not empty; choose an empty directory")
 
 
-def _check_device(device: Path) -> None:
+def _check_device(device: Path, *, read_only: bool) -> None:
     """What can be said early is said here; the daemon opens it again and keeps it."""
     FileDevice(device, read_only=True).close()
+    if not read_only and not os.access(device, os.W_OK):
+        raise CommandError(f"{device} may only be read: mount it with -o ro, or as its owner")
 
 
 # -- the daemon
@@ -240,7 +260,7 @@ def _explain(failure: BaseException, log_file: Path | None) -> str:
             return describe_os_error(failure) + where
         case RuntimeError():
             # libfuse's own reason went to stderr.
-            return f"{failure}{where}"
+            return f"{failure}: may this user mount? (in a container: --cap-add SYS_ADMIN){where}"
     log.error("unexpected", exc_info=failure)
     return f"{failure or type(failure).__name__}{where}"
 
@@ -262,6 +282,8 @@ def _report(mountpoint: Path, stats: Stats, log_file: Path) -> None:
             f"recovered {stats.recovered_operations} operations that the last daemon had "
             "answered and not written"
         )
+    if stats.superblock_lost:
+        warn("one of the two superblocks could not be read: if that recurs, replace the device")
     if stats.damage:
         warn(stats.damage)
     elif stats.unrecovered:

@@ -29,11 +29,13 @@ STATS_INODE = 3
 @dataclass(frozen=True, slots=True)
 class Description:
     """What a mount says of itself. `unrecovered`: a read-only mount does not show what the
-    last daemon had answered and not brought into the ring."""
+    last daemon had answered and not brought into the ring. `superblock_lost`: one of the
+    two could not be read at the mount."""
 
     mountpoint: str
     source: str
     unrecovered: bool
+    superblock_lost: bool
 
 
 def read_xattr(store: Store, ino: int, name: bytes) -> Step[bytes]:

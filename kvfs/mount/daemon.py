@@ -17,8 +17,10 @@ import pyfuse3
 import trio
 
 from kvfs.engine.device import DeviceError, FileDevice
+from kvfs.engine.format import Superblock
 from kvfs.engine.store import Store, StoreOptions
 from kvfs.engine.superblocks import read_superblocks
+from kvfs.mount.backing import claimed
 from kvfs.mount.control import Description
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
@@ -59,11 +61,8 @@ def serve(config: MountConfig, ready: Callable[[], None]) -> None:
     Raises DeviceError when the device cannot be used, OSError or RuntimeError when
     it cannot be mounted or not be closed well.
     """
-    device = FileDevice(config.source, read_only=config.read_only)
-    try:
+    with claimed(config.source, read_only=config.read_only) as device:
         trio.run(_serve, config, device, ready)
-    finally:
-        device.close()
 
 
 async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], None]) -> None:
@@ -72,7 +71,8 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
     gc.set_threshold(_GARBAGE_THRESHOLD)
     async with trio.open_nursery() as nursery:
         executor = LoopExecutor(nursery, _THREADS)
-        directory = _log_directory(config, device)
+        superblocks = read_superblocks(device, str(config.source))
+        directory = _log_directory(config, superblocks.newest)
         buffer = OperationLog(directory, _warm_limit(config))
         if not config.read_only:
             _claim(directory)
@@ -81,7 +81,9 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
             log.error("%s", store.damage)
         unrecovered = store.read_only and directory.is_dir() and any(directory.iterdir())
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
-        describe = Description(str(config.mountpoint), str(config.source), unrecovered)
+        describe = Description(
+            str(config.mountpoint), str(config.source), unrecovered, superblocks.one_is_lost
+        )
         filesystem = Filesystem(store, look_ahead, config.deadline_seconds, describe)
         _mount(filesystem, config)
         try:
@@ -96,8 +98,7 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         nursery.cancel_scope.cancel()
 
 
-def _log_directory(config: MountConfig, device: FileDevice) -> Path:
-    superblock = read_superblocks(device, str(config.source)).newest
+def _log_directory(config: MountConfig, superblock: Superblock) -> Path:
     return config.warm_directory / f"kvfs-{os.geteuid()}" / str(UUID(bytes=superblock.uuid))
 
 

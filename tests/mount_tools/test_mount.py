@@ -115,59 +115,6 @@ def test_a_block_device_serves_as_ring(loop_device: Path, mounter: Mounter) -> N
     mounter.umount()
 
 
-# -- refusals
-
-
-def test_a_mountpoint_must_be_an_empty_directory(mounter: Mounter) -> None:
-    missing, file, full = (mounter.directory / name for name in ("missing", "file", "full"))
-    file.touch()
-    full.mkdir()
-    (full / "x").touch()
-
-    def line_for(mountpoint: Path) -> str:
-        return error_line(
-            kvfs("mount", mountpoint, mounter.image, "--log", mounter.log, check=False)
-        )
-
-    assert line_for(missing) == f"{missing} does not exist; make it with: mkdir -p {missing}"
-    assert "is not a directory; the mountpoint comes first" in line_for(file)
-    assert "is not empty" in line_for(full)
-    assert (full / "x").exists()
-
-
-def test_a_device_that_is_no_ring_is_refused_with_what_to_do(mounter: Mounter) -> None:
-    missing, garbage, small = (mounter.directory / name for name in ("missing", "garbage", "small"))
-    garbage.write_bytes(os.urandom(16 * MIB))
-    small.write_bytes(b"x" * 100)
-
-    def line_for(device: Path) -> str:
-        return error_line(
-            kvfs("mount", mounter.mountpoint, device, "--log", mounter.log, check=False)
-        )
-
-    assert line_for(missing) == f"{missing} does not exist; make it with: kvfs mkfs {missing}"
-    assert line_for(garbage).endswith(f"format it with: kvfs mkfs {garbage} --force")
-    assert line_for(small).endswith(f"make one with: kvfs mkfs {small}")
-    assert "neither a block device nor an image file" in line_for(mounter.directory)
-    assert not find_mount(mounter.mountpoint)
-
-
-def test_a_second_mount_is_refused_and_harms_nothing(mounted: Mounter) -> None:
-    other = mounted.directory / "other"
-    other.mkdir()
-    same_device = error_line(kvfs("mount", other, mounted.image, "--log", mounted.log, check=False))
-    assert "is in use by another KVFS process" in same_device
-    same_place = error_line(mounted.mount(check=False))
-    assert f"has {mounted.image} mounted already" in same_place
-    assert (mounted.mountpoint / "kept").read_text() == "kept"
-
-
-def test_a_log_that_cannot_be_written_is_named(mounter: Mounter) -> None:
-    log = mounter.directory
-    line = error_line(kvfs("mount", mounter.mountpoint, mounter.image, "--log", log, check=False))
-    assert line == f"the log {log} cannot be written (Is a directory); choose one with --log FILE"
-
-
 # -- a daemon that dies or hangs
 
 
@@ -363,13 +310,6 @@ def test_two_mounts_on_one_directory_at_once_do_not_stack(
         kvfs("umount", mountpoint, check=False)
 
 
-def test_too_little_memory_for_the_operation_log_is_said_at_once(mounter: Mounter) -> None:
-    refused = mounter.mount("--warm", "1M", check=False)
-    assert refused.returncode == 1
-    assert "32 MiB" in error_line(refused)
-    assert "--warm" in error_line(refused)
-
-
 def test_a_read_only_mount_says_what_it_does_not_show(mounter: Mounter) -> None:
     mounter.mount()
     (mounter.mountpoint / "f").write_bytes(b"answered")
@@ -378,15 +318,3 @@ def test_a_read_only_mount_says_what_it_does_not_show(mounter: Mounter) -> None:
     mounter.umount()
     assert "not shown" not in mounter.mount().stderr
     assert (mounter.mountpoint / "f").read_bytes() == b"answered"
-
-
-def test_a_warm_directory_that_others_may_write_is_refused(mounter: Mounter) -> None:
-    planted = mounter.warm_directory / f"kvfs-{os.geteuid()}"
-    planted.mkdir()
-    planted.chmod(0o777)
-    refused = mounter.mount(check=False)
-    assert refused.returncode == 1
-    assert str(planted) in error_line(refused)
-    planted.rmdir()
-    mounter.mount()
-    assert planted.stat().st_mode & 0o777 == 0o700
