@@ -8,7 +8,7 @@ import typer
 
 # libfuse takes them by these names. Of those in a row the last one holds.
 _ALTERNATIVES = (
-    ("rw", "ro"),
+    ("ro", "rw"),
     ("allow_other",),
     ("suid", "nosuid"),
     ("dev", "nodev"),
