@@ -36,7 +36,7 @@ from mount_tools.mountpoints import (
 from mount_tools.options import parse_options
 
 if TYPE_CHECKING:
-    from kvfs.mount.daemon import MountConfig
+    from kvfs.mount.config import MountConfig
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def mount(
 
     def make_config() -> MountConfig:
         from kvfs.engine.store import StoreOptions
-        from kvfs.mount.daemon import MountConfig
+        from kvfs.mount.config import MountConfig
 
         return MountConfig(
             mountpoint=mountpoint,
@@ -254,8 +254,8 @@ def _explain(failure: BaseException, log_file: Path | None) -> str:
     match failure:
         case DeviceError() | CommandError():
             return str(failure)
-        case ModuleNotFoundError(name="pyfuse3" | "trio"):
-            return "pyfuse3 is not installed; install it with: pip install 'kvfs[mount]'"
+        case ModuleNotFoundError(name=name):
+            return f"{name} is not installed; install it with: pip install 'kvfs[mount]'"
         case OSError():
             return describe_os_error(failure) + where
         case RuntimeError():

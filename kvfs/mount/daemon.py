@@ -9,7 +9,7 @@ import os
 import signal
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
@@ -18,10 +18,11 @@ import trio
 
 from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.format import Superblock
-from kvfs.engine.store import Store, StoreOptions
+from kvfs.engine.store import Store
 from kvfs.engine.superblocks import read_superblocks
 from kvfs.mount.backing import claimed
-from kvfs.mount.control import Description
+from kvfs.mount.config import MountConfig
+from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
 from kvfs.mount.mounts import find_mount
@@ -35,24 +36,6 @@ _TICK_SECONDS = 1.0
 _READ_AHEAD_KIB = 4096
 _GARBAGE_THRESHOLD = 20_000
 _WARM_SIZE_MIN = 4 * CHUNK_SIZE
-
-
-@dataclass(frozen=True, slots=True)
-class MountConfig:
-    """What a mount needs to know. Sizes in bytes; `options` are libfuse's."""
-
-    mountpoint: Path
-    source: Path
-    warm_directory: Path = Path("/dev/shm")
-    warm_size: int | None = None
-    options: frozenset[str] = frozenset()
-    deadline_seconds: float = 30.0
-    window_size: int = 16 * 1024 * 1024
-    store: StoreOptions = field(default_factory=StoreOptions)
-
-    @property
-    def read_only(self) -> bool:
-        return "ro" in self.options
 
 
 def serve(config: MountConfig, ready: Callable[[], None]) -> None:
@@ -73,7 +56,9 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         executor = LoopExecutor(nursery, _THREADS)
         superblocks = read_superblocks(device, str(config.source))
         directory = _log_directory(config, superblocks.newest)
-        buffer = OperationLog(directory, _warm_limit(config))
+        warm_size = _warm_limit(config)
+        config = replace(config, warm_size=warm_size)
+        buffer = OperationLog(directory, warm_size)
         if not config.read_only:
             _claim(directory)
         store = Store.open(device, str(config.source), executor, buffer, config.store)
@@ -81,10 +66,8 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
             log.error("%s", store.damage)
         unrecovered = store.read_only and directory.is_dir() and any(directory.iterdir())
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
-        describe = Description(
-            str(config.mountpoint), str(config.source), unrecovered, superblocks.one_is_lost
-        )
-        filesystem = Filesystem(store, look_ahead, config.deadline_seconds, describe)
+        mounted = Mounted(store, config, unrecovered, superblocks.one_is_lost)
+        filesystem = Filesystem(store, look_ahead, config.deadline_seconds, mounted)
         _mount(filesystem, config)
         try:
             nursery.start_soon(_stop_on_signal)
