@@ -26,7 +26,9 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.superblocks import format_device
 from kvfs.mount.backing import claimed
+from kvfs.mount.mounts import containing_mount
 from mount_tools.common import CommandError, format_size, parse_path, parse_size, print_json
+from mount_tools.mountpoints import require_answer
 
 DEFAULT_SIZE = 4 * 1024**3
 DEFAULT_SEGMENT_SIZE = 64 * 1024**2
@@ -70,6 +72,7 @@ def mkfs(
       kvfs mkfs ring.img --size 4G
       kvfs mkfs ring.img --force
     """
+    require_answer(containing_mount(device))
     with _image_made_if_missing(device, size):
         superblock = _format(device, segment_size, force=force)
     if json_output:

@@ -169,6 +169,19 @@ def test_a_tmpfs_that_others_fill_costs_nothing_that_was_answered(
         assert (mounter.mountpoint / name).read_bytes() == data
 
 
+def test_a_missing_dev_fuse_is_told(mounter: Mounter) -> None:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("only root, with unshare, can hide /dev/fuse")
+    result = subprocess.run(
+        [
+            "unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev && exec "$@"', "sh",
+            KVFS, "mount", mounter.mountpoint, mounter.image,
+        ],
+        check=False, capture_output=True, text=True, timeout=COMMAND_SECONDS,
+    )  # fmt: skip
+    assert error_line(result).startswith("/dev/fuse is missing: load the kernel's module")
+
+
 def test_who_may_not_use_dev_fuse_is_told(mounter: Mounter) -> None:
     if Path("/dev/fuse").stat().st_mode & stat.S_IWOTH:
         pytest.skip("everybody may use /dev/fuse here")
@@ -392,6 +405,7 @@ def test_nothing_waits_for_a_mount_that_hangs(mounted: Mounter, tmp_path: Path) 
             ("mount", link, mounted.image): other,
             ("mount", free, inside / "ring.img"): hung,
             ("mount", free, mounted.image, "--warm-dir", inside): hung,
+            ("mkfs", inside / "ring.img"): hung,
             ("umount", inside): hung,
             ("ls", inside): hung,
             ("ls", link): other,
