@@ -207,7 +207,8 @@ def test_what_is_not_mounted_cannot_be_unmounted(tmp_path: Path) -> None:
 # -- in the foreground
 
 
-def test_a_supervisor_is_told_and_can_stop_it(mounter: Mounter) -> None:
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_supervisor_is_told_and_can_stop_it(mounter: Mounter, stop: signal.Signals) -> None:
     command = [
         KVFS, "mount", mounter.mountpoint, mounter.image, "--foreground",
         "--warm-dir", mounter.warm_directory,
@@ -215,7 +216,7 @@ def test_a_supervisor_is_told_and_can_stop_it(mounter: Mounter) -> None:
     with supervised(command, mounter.directory) as daemon:
         (mounter.mountpoint / "kept").write_text("kept")
         assert mounter.stats()["pid"] == daemon.pid
-        daemon.send_signal(signal.SIGTERM)
+        daemon.send_signal(stop)
         _, log = daemon.communicate(timeout=60)
     assert daemon.returncode == 0
     assert "Traceback" not in log
