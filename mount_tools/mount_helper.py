@@ -65,7 +65,7 @@ def mount_kvfs(
         if assigned and name in _SETTINGS:
             settings.append(f"--{word}")
         elif word == "remount":
-            raise typer.BadParameter("-o remount is not possible: unmount, then mount anew")
+            raise typer.BadParameter("-o remount is the kernel's alone: call mount with -i")
         elif not _is_for_others(word) and (is_known(word) or not sloppy):
             words.append(word)
     parse_options(words)

@@ -45,11 +45,11 @@ def own(mounter: Mounter) -> str:
 
 
 def flags_of(mountpoint: Path) -> set[str]:
-    """As the kernel has them."""
+    """Of the mount and of its superblock, as the kernel has them."""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split(" ")
         if fields[4] == str(mountpoint):
-            return set(fields[5].split(","))
+            return {*fields[5].split(","), *fields[-1].split(",")}
     raise AssertionError(f"{mountpoint} is not mounted")
 
 
@@ -101,7 +101,10 @@ def test_mount_passes_on_the_one_line_and_fails(mounter: Mounter, installed: Non
     [
         ((), "Missing argument 'DEV'"),
         (("dev", "mnt", "-o", "fast"), "-o fast is not known"),
-        (("dev", "mnt", "-f", "-o", "remount,ro"), "-o remount is not possible"),
+        (
+            ("dev", "mnt", "-f", "-o", "remount,ro"),
+            "-o remount is the kernel's alone: call mount with -i",
+        ),
         (("dev", "mnt", "-o", "warm=4X"), "'4X' is not a size"),
         (("dev", "mnt", "-x"), "No such option: -x"),
     ],
@@ -121,6 +124,15 @@ def test_a_sloppy_mount_passes_over_what_is_not_known(mounter: Mounter) -> None:
     result = run(HELPER, mounter.image, mounter.mountpoint, "-sn", "-o", options)
     assert result.returncode == 0, result
     mounter.adopt()
+
+
+def test_every_option_reaches_the_kernel_as_it_is(mounter: Mounter) -> None:
+    names = {"ro", "nosuid", "nodev", "noexec", "sync", "dirsync", "noatime"}
+    mounter.mount("-o", ",".join(names))
+    assert names <= flags_of(mounter.mountpoint)
+    mounter.umount()
+    mounter.mount("-o", "rw,suid,dev,exec,async")
+    assert not names & flags_of(mounter.mountpoint)
 
 
 def test_of_options_that_contradict_each_other_the_last_holds(mounter: Mounter) -> None:
