@@ -71,6 +71,7 @@ def mount(
         Path | None,
         typer.Option(
             "--log",
+            parser=parse_path,
             metavar="FILE",
             help="The daemon's log. [default: under /var/log/kvfs, or ~/.local/state/kvfs]",
             show_default=False,
@@ -101,6 +102,7 @@ def mount(
     chosen = parse_options(options or [])
     # The daemon's directory is another one: relative paths end here.
     mountpoint, device, warm_dir = map(canonical, (mountpoint, device, warm_dir))
+    log_path = canonical(log_file or _default_log(mountpoint))
     _check_system(allow_other="allow_other" in chosen)
     answered(warm_dir, lambda: _check_warm_directory(warm_dir))
     _clear_if_dead(mountpoint)
@@ -124,11 +126,10 @@ def mount(
     if foreground:
         _serve_in_foreground(make_config)
         return
-    log_file = (log_file or _default_log(mountpoint)).absolute()
     run_in_background(
-        lambda ready: _serve(make_config, ready), lambda f: _explain(f, log_file), log_file
+        lambda ready: _serve(make_config, ready), lambda f: _explain(f, log_path), log_path
     )
-    _report(mountpoint, read_stats(mountpoint), log_file)
+    _report(mountpoint, read_stats(mountpoint), log_path)
 
 
 # -- checks

@@ -405,6 +405,7 @@ def test_nothing_waits_for_a_mount_that_hangs(mounted: Mounter, tmp_path: Path) 
             ("mount", link, mounted.image): other,
             ("mount", free, inside / "ring.img"): hung,
             ("mount", free, mounted.image, "--warm-dir", inside): hung,
+            ("mount", free, mounted.image, "--log", inside / "log"): hung,
             ("mkfs", inside / "ring.img"): hung,
             ("umount", inside): hung,
             ("ls", inside): hung,
