@@ -102,7 +102,6 @@ def mount(
     chosen = parse_options(options or [])
     # The daemon's directory is another one: relative paths end here.
     mountpoint, device, warm_dir = map(canonical, (mountpoint, device, warm_dir))
-    log_path = canonical(log_file or _default_log(mountpoint))
     _check_system(allow_other="allow_other" in chosen)
     answered(warm_dir, lambda: _check_warm_directory(warm_dir))
     _clear_if_dead(mountpoint)
@@ -126,6 +125,7 @@ def mount(
     if foreground:
         _serve_in_foreground(make_config)
         return
+    log_path = canonical(log_file or _default_log(mountpoint))
     run_in_background(
         lambda ready: _serve(make_config, ready), lambda f: _explain(f, log_path), log_path
     )
@@ -273,7 +273,9 @@ def _default_log(mountpoint: Path) -> Path:
     name = "-".join(mountpoint.parts[1:]) or "root"
     if os.geteuid() == 0:
         return _SYSTEM_LOGS / f"{name}.log"
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    if not os.path.isabs(state):
+        raise CommandError("this user has no home for the log; choose one with --log FILE")
     return Path(state) / "kvfs" / f"{name}.log"
 
 

@@ -396,6 +396,8 @@ def test_nothing_waits_for_a_mount_that_hangs(mounted: Mounter, tmp_path: Path) 
     inside.mkdir()
     free.mkdir()
     link.symlink_to(inside)
+    ring = tmp_path / "ring.img"
+    kvfs("mkfs", ring, "--size", "16M")
     os.kill(mounted.pid, signal.SIGSTOP)
     try:
         hung = f"{mounted.mountpoint} does not answer; detach it with: kvfs umount --force"
@@ -405,7 +407,7 @@ def test_nothing_waits_for_a_mount_that_hangs(mounted: Mounter, tmp_path: Path) 
             ("mount", link, mounted.image): other,
             ("mount", free, inside / "ring.img"): hung,
             ("mount", free, mounted.image, "--warm-dir", inside): hung,
-            ("mount", free, mounted.image, "--log", inside / "log"): hung,
+            ("mount", free, ring, "--log", inside / "log"): hung,
             ("mkfs", inside / "ring.img"): hung,
             ("umount", inside): hung,
             ("ls", inside): hung,
