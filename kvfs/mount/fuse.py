@@ -92,13 +92,13 @@ class Filesystem(pyfuse3.Operations):
         store: Store,
         look_ahead: LookAhead,
         deadline_seconds: float,
-        describe: control.Description,
+        mounted: control.Mounted,
     ) -> None:
         super().__init__()
         self._store = store
         self._look_ahead = look_ahead
         self._deadline_seconds = deadline_seconds
-        self._describe = describe
+        self._mounted = mounted
         self._handles: dict[int, _Handle] = {}
         self._next_handle = 0
         self._changed_blocks: set[int] = set()
@@ -115,11 +115,9 @@ class Filesystem(pyfuse3.Operations):
         self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         if parent_inode == ROOT_INODE and name == control.CONTROL_NAME:
-            return await self._control_attributes(control.CONTROL_INODE)
+            return await self._control_attributes(control.CONTROL_INODE, ctx.uid)
         if parent_inode == control.CONTROL_INODE:
-            if name != control.STATS_NAME:
-                raise FUSEError(errno.ENOENT)
-            return await self._control_attributes(control.STATS_INODE)
+            return await self._control_attributes(control.find_control_file(name), ctx.uid)
         try:
             node = await self._run(self._store.lookup(parent_inode, name))
         except OSError as failure:
@@ -135,8 +133,8 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
-        if inode in (control.CONTROL_INODE, control.STATS_INODE):
-            return await self._control_attributes(inode)
+        if control.is_control(inode):
+            return await self._control_attributes(inode, ctx.uid)
         return _node_attributes(await self._run(self._store.node(inode)))
 
     @_handler
@@ -148,6 +146,7 @@ class Filesystem(pyfuse3.Operations):
         fh: FileHandleT | None,
         ctx: RequestContext,
     ) -> EntryAttributes:
+        _refuse_control_inode(inode)
         changed = self._store.set_attributes(
             inode,
             mode=attr.st_mode if fields.update_mode else None,
@@ -185,6 +184,7 @@ class Filesystem(pyfuse3.Operations):
     async def link(
         self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
+        _refuse_control_inode(inode)
         _refuse_control(new_parent_inode, new_name)
         return self._remember(await self._run(self._store.link(inode, new_parent_inode, new_name)))
 
@@ -235,8 +235,8 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
-        if inode == control.STATS_INODE:
-            return self._open_stats()
+        if control.is_control(inode):
+            return self._open_control(inode, flags, ctx.uid)
         if flags & os.O_TRUNC:
             await self._run(self._store.set_attributes(inode, size=0))
         return await self._open(inode, flags)
@@ -327,7 +327,7 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        if inode in (control.CONTROL_INODE, control.STATS_INODE):
+        if control.is_control(inode):
             raise FUSEError(errno.ENODATA)
         return await self._run(control.read_xattr(self._store, inode, name))
 
@@ -335,17 +335,19 @@ class Filesystem(pyfuse3.Operations):
     async def setxattr(
         self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext
     ) -> None:
+        _refuse_control_inode(inode)
         control.check_settable(name)
         await self._run(self._store.set_xattr(inode, name, value))
 
     @_handler
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        if inode in (control.CONTROL_INODE, control.STATS_INODE):
+        if control.is_control(inode):
             return []
         return await self._run(self._store.xattr_names(inode))
 
     @_handler
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
+        _refuse_control_inode(inode)
         await self._run(self._store.remove_xattr(inode, name))
 
     # -- helpers
@@ -412,31 +414,28 @@ class Filesystem(pyfuse3.Operations):
 
     # -- /.kvfs
 
-    async def _control_attributes(self, ino: int) -> EntryAttributes:
+    async def _control_attributes(self, ino: int, uid: int) -> EntryAttributes:
         root = await self._run(self._store.node(ROOT_INODE))
-        size = 0 if ino == control.CONTROL_INODE else len(self._stats())
+        size = 0 if ino == control.CONTROL_INODE else len(control.render(self._mounted, ino, uid))
         attributes = _attributes(control.control_inode(ino, root.inode, size), 0)
         attributes.attr_timeout = 0
         return attributes
 
-    def _stats(self) -> bytes:
-        return control.stats(self._store, self._describe)
-
-    def _open_stats(self) -> FileInfo:
-        handle = self._add_handle(_Handle(control.STATS_INODE, snapshot=self._stats()))
+    def _open_control(self, ino: int, flags: int, uid: int) -> FileInfo:
+        if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
+            raise FUSEError(errno.EACCES)
+        snapshot = control.render(self._mounted, ino, uid)
+        handle = self._add_handle(_Handle(ino, snapshot=snapshot))
         return FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
     async def _read_control(self, start_id: int, token: ReaddirToken) -> None:
-        entries = [
-            (b".", control.CONTROL_INODE),
-            (b"..", ROOT_INODE),
-            (control.STATS_NAME, control.STATS_INODE),
-        ]
+        root = await self._run(self._store.node(ROOT_INODE))
+        entries = [(b".", control.CONTROL_INODE), (b"..", ROOT_INODE), *control.control_files()]
         for number, (name, ino) in enumerate(entries[start_id:], start_id + 1):
-            if ino == ROOT_INODE:
-                attributes = _node_attributes(await self._run(self._store.node(ino)))
-            else:
-                attributes = await self._control_attributes(ino)
+            # The size depends on the caller, who is asked for at a stat: nothing is cached.
+            inode = root.inode if ino == ROOT_INODE else control.control_inode(ino, root.inode, 0)
+            attributes = _attributes(inode, 0)
+            attributes.attr_timeout = 0
             if not pyfuse3.readdir_reply(token, name, attributes, number):
                 return
 
@@ -467,6 +466,11 @@ class _Notices:
 
 def _refuse_control(parent: int, name: bytes) -> None:
     if parent == control.CONTROL_INODE or (parent, name) == (ROOT_INODE, control.CONTROL_NAME):
+        raise FUSEError(errno.EPERM)
+
+
+def _refuse_control_inode(ino: int) -> None:
+    if control.is_control(ino):
         raise FUSEError(errno.EPERM)
 
 

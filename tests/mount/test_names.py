@@ -203,15 +203,6 @@ def test_xattrs_of_kvfs_answer_when_asked_and_are_not_listed(kv_mount: Path) -> 
     assert errno_of(os.setxattr, path, "user.kvfs.unknown", b"1") == errno.EOPNOTSUPP
 
 
-def test_the_control_directory_is_hidden_and_answers(mounter: Mounter, kv_mount: Path) -> None:
-    assert ".kvfs" not in os.listdir(kv_mount)
-    assert os.listdir(kv_mount / ".kvfs") == ["stats.json"]
-    assert json.loads((kv_mount / ".kvfs" / "stats.json").read_text())["pid"] == mounter.pid
-    assert errno_of(os.mkdir, kv_mount / ".kvfs") in (errno.EEXIST, errno.EPERM)
-    assert errno_of(os.rmdir, kv_mount / ".kvfs") == errno.EPERM
-    assert errno_of(os.unlink, kv_mount / ".kvfs" / "stats.json") == errno.EPERM
-
-
 def test_statvfs_is_filled_in(kv_mount: Path) -> None:
     (kv_mount / "f").touch()
     status = os.statvfs(kv_mount)
