@@ -161,10 +161,17 @@ class Index:
     def checkpoint_size_max(self) -> int:
         """Bytes that the nodes of the next checkpoint take in the ring, at most. Each
         change rewrites a leaf at most, and all changes together at most all nodes."""
-        touched = 2 * self.changes * round_up(NODE_SIZE) + self._moved_bytes
+        touched = self._rewritten_by(self.changes) + self._moved_bytes
         rewritten = min(touched, self.checkpoint.node_bytes)
         added = self._recent_bytes + self._pending_bytes + self.changes * ITEM_OVERHEAD
         return (rewritten + added) * 5 // 4 + 4 * round_up(NODE_SIZE)
+
+    def grows_by(self, changes: int) -> int:
+        """What so many changes may add to the next checkpoint, without their own bytes."""
+        return min(self._rewritten_by(changes), self.checkpoint.node_bytes) * 5 // 4
+
+    def _rewritten_by(self, changes: int) -> int:
+        return 2 * changes * round_up(NODE_SIZE)
 
     def move(self, keys: list[bytes], taken: int) -> None:
         """The next checkpoint writes the nodes anew that begin with these keys, and what

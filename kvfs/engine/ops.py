@@ -119,10 +119,25 @@ class Drop(Operation):
     ino: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fork(Operation):
+    """A copy of a directory tree beside it. `serials` are handed out from `serial` on, one
+    an inode; `items` and `item_bytes` tell what it costs."""
+
+    CODE: ClassVar[int] = 11
+    ino: int
+    name: bytes
+    serial: int
+    serials: int
+    items: int
+    item_bytes: int
+
+
 _TYPES: dict[int, type[Operation]] = {
     type_.CODE: type_
     for type_ in (
         Create, Link, Unlink, Rmdir, Rename, SetAttributes, Write, SetXattr, RemoveXattr, Drop,
+        Fork,
     )
 }  # fmt: skip
 _FIELDS = {type_: tuple(f.name for f in fields(type_)) for type_ in _TYPES.values()}

@@ -17,6 +17,7 @@ from kvfs.engine import ops
 from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, layout_of
 from kvfs.engine.files import Files, SealedFiles
+from kvfs.engine.fork import Original, Tree, read_tree
 from kvfs.engine.format import (
     DIRECTORIES_PER_GROUP,
     NAME_LENGTH_MAX,
@@ -129,6 +130,8 @@ class State:
                 return (yield from self._remove_xattr(op))
             case ops.Drop():
                 return (yield from self._drop(op))
+            case ops.Fork():
+                return (yield from self._fork(op))
         raise AssertionError(op)
 
     def _write(self, op: ops.Write, data: Callable[[], Kept]) -> Step[Done]:
@@ -347,6 +350,72 @@ class State:
             self.nodes.drop(op.ino)
 
         return done
+
+    def read_tree(self, root: int) -> Step[Tree]:
+        """What a fork of a directory copies. Raises ENOTDIR, ENOENT, EFBIG."""
+        return read_tree(self.nodes, self.names, self.files, root)
+
+    def _fork(self, op: ops.Fork) -> Step[Done]:
+        source = yield from self.nodes.directory(op.ino)
+        if op.ino == ROOT_INODE:
+            raise error(errno.EINVAL)
+        parent = yield from self.nodes.directory(source.inode.parent)
+        slot = yield from self.names.free_slot(parent.inode.ino, op.name)
+        tree = yield from self.read_tree(op.ino)
+        if len(tree.originals) > op.serials:
+            raise error(errno.EAGAIN)
+
+        def done() -> Inode:
+            copies = self._copy_inodes(op, tree)
+            for ino, original in tree.originals.items():
+                self._copy(original, copies, ino)
+            root = copies[op.ino].inode
+            root.parent, root.name = parent.inode.ino, op.name
+            self._put_name(slot, parent, root, op.name, op.time_ns)
+            parent.inode.nlink += 1
+            return root
+
+        return done
+
+    def _copy_inodes(self, op: ops.Fork, tree: Tree) -> dict[int, Node]:
+        """New inodes by the old ones' numbers: of directories first, so that files lie
+        with theirs."""
+        copies: dict[int, Node] = {}
+        serial = op.serial
+        for ino, original in tree.originals.items():
+            old = original.inode
+            above = copies.get(old.parent)
+            number = self.number_for(above.inode.ino if above else ROOT_INODE, old.mode, serial)
+            serial += 1
+            self._directories_made += stat.S_ISDIR(old.mode)
+            copies[ino] = self.nodes.add(
+                replace(
+                    old,
+                    ino=number,
+                    stored=0,
+                    ctime_ns=op.time_ns,
+                    birth_ns=op.time_ns,
+                    nlink=2 if stat.S_ISDIR(old.mode) else 0,
+                )
+            )
+        return copies
+
+    def _copy(self, original: Original, copies: dict[int, Node], ino: int) -> None:
+        node = copies[ino]
+        new = node.inode.ino
+        for slot, xattr in original.xattrs:
+            self.names.put_xattr(new, slot, xattr.name, xattr.value)
+        if original.target is not None:
+            self.names.put_symlink(new, original.target)
+        for slot, dentry in original.entries:
+            child = copies[dentry.ino].inode
+            child.parent, child.name = new, dentry.name
+            is_directory = stat.S_ISDIR(child.mode)
+            child.nlink += not is_directory
+            node.inode.nlink += is_directory
+            self.names.put(new, slot, child, dentry.name)
+        if original.content is not None:
+            self.files.share(node, original.content, original.extents)
 
     # -- what operations have in common
 

@@ -37,7 +37,7 @@ from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.nodes import Node, error
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.ring import Geometry, Ring
-from kvfs.engine.space import Purpose, Space, cost
+from kvfs.engine.space import Purpose, Space, changes, cost
 from kvfs.engine.state import CODEC_XATTR, Done, State
 from kvfs.engine.superblocks import read_superblocks, write_superblock
 from kvfs.engine.writer import ID_WINDOW, Counters, Writer
@@ -194,6 +194,8 @@ class Store:
 
     def _redo(self, op: ops.Operation, kept: Kept) -> None:
         # It was prepared on this very state before it was logged, so it succeeds again.
+        if isinstance(op, ops.Fork):
+            self._writer.seal()
         run(self._state.prepare(op, lambda: kept))()
         self._writer.count(cost(op), len(kept.data))
 
@@ -382,6 +384,21 @@ class Store:
     def remove_xattr(self, ino: int, name: bytes) -> Step[None]:
         yield from self._perform(ops.RemoveXattr(time.time_ns(), ino, name), purpose=Purpose.REMOVE)
 
+    def fork(self, ino: int, name: bytes) -> Step[Node]:
+        """A copy-on-write copy of a directory tree, beside it. Raises EEXIST, ENOTDIR;
+        EFBIG for one that is too large."""
+        while True:
+            tree = yield from settled(lambda: self._state.read_tree(ino))
+            serials = len(tree.originals)
+            serial = self._writer.new_ids(serials)
+            op = ops.Fork(time.time_ns(), ino, name, serial, serials, tree.items, tree.item_bytes)
+            try:
+                inode = yield from self._perform(op)
+            except BlockingIOError:
+                continue  # it grew meanwhile
+            assert inode is not None
+            return (yield from self._state.nodes.node(inode.ino))
+
     def pin(self, ino: int) -> None:
         """Somebody holds the inode (an open file, the kernel's memory of it)."""
         pins = self._state.nodes.pins
@@ -435,7 +452,9 @@ class Store:
         kept = Kept(memoryview(b""), None)
 
         def prepared() -> Step[Done]:
-            yield from self._admit(charge, len(data), purpose)
+            yield from self._admit(charge, changes(op), len(data), purpose)
+            if isinstance(op, ops.Fork):
+                writer.seal()
             return (yield from self._state.prepare(op, lambda: kept))
 
         done = yield from settled(prepared)
@@ -446,15 +465,16 @@ class Store:
 
     # -- admission
 
-    def _admit(self, charge: int, length: int, purpose: Purpose) -> Step[None]:
+    def _admit(self, charge: int, changed: int, length: int, purpose: Purpose) -> Step[None]:
         """Wait until the buffer has room; raise ENOSPC when the ring has not."""
         writer = self._writer
         while writer.unsaved + length > self._unsaved_max() or not self._buffer.has_room(charge):
             if writer.is_idle:
                 raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
             yield from writer.relieve()
-        if not self._space.has_room(charge, writer.promised, purpose):
-            yield from self._make_space(charge, purpose)
+        wanted = charge + writer.index.grows_by(changed)
+        if not self._space.has_room(wanted, writer.promised, purpose):
+            yield from self._make_space(wanted, purpose)
 
     def _unsaved_max(self) -> int:
         """Dirty bytes are bounded by what the device takes in 5 s."""

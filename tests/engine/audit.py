@@ -135,7 +135,7 @@ def _check_names(items: Items) -> None:
 
 def _check_maps(items: Items) -> None:
     used: Counter[int] = Counter()
-    owners: dict[int, int] = {}
+    owners: set[tuple[int, int]] = set()  # extent, and a file that it is in
     for ino, slices in items.slices.items():
         end = 0
         for slice_ in slices:
@@ -143,13 +143,13 @@ def _check_maps(items: Items) -> None:
             end = slice_.end
             extent = items.extents[slice_.extent_id]
             assert slice_.skew + slice_.length <= extent.size
-            assert owners.setdefault(slice_.extent_id, ino) == ino
+            owners.add((slice_.extent_id, ino))
             used[slice_.extent_id] += 1
         assert end <= items.inodes[ino].size
     assert used.keys() == items.extents.keys(), "an extent that no file uses"
     assert items.references == {extent: count for extent, count in used.items() if count > 1}
     stored: Counter[int] = Counter()
-    for extent_id, ino in owners.items():
+    for extent_id, ino in owners:
         stored[ino] += round_up(items.extents[extent_id].stored)
     for ino, inode in items.inodes.items():
         assert inode.stored == stored[ino], "what a file takes on the device"
