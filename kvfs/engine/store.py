@@ -37,7 +37,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import DeadlineExceeded, Executor, Step, run, wait_all
-from kvfs.engine.nodes import Node, Part, Stored, error
+from kvfs.engine.nodes import Node, Part, Stored, error, nearest_time
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.ring import Geometry, Ring
 from kvfs.engine.space import Space, cost
@@ -353,7 +353,9 @@ class Store:
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
     ) -> Step[Node]:
-        op = ops.SetAttributes(time.time_ns(), ino, mode, uid, gid, size, atime_ns, mtime_ns)
+        op = ops.SetAttributes(
+            time.time_ns(), ino, mode, uid, gid, size, nearest_time(atime_ns), nearest_time(mtime_ns)
+        )
         yield from self._perform(op, frees=size is not None)
         return (yield from self._state.nodes.node(ino))
 

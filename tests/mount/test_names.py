@@ -166,6 +166,34 @@ def test_times_owner_and_mode_are_kept(mounter: Mounter, kv_mount: Path) -> None
     assert [getattr(after, name) for name in kept] == [getattr(before, name) for name in kept]
 
 
+@pytest.mark.parametrize("which", ["access", "modification"])
+def test_times_beyond_what_is_kept_become_the_nearest(
+    mounter: Mounter, kv_mount: Path, which: str
+) -> None:
+    kept = {
+        0: 0,
+        -1: -1,
+        2**33: 2**33,
+        9_223_372_037: 9_223_372_036,
+        2**62: 9_223_372_036,
+        -62_135_596_800: -9_223_372_037,
+    }
+
+    def seconds(name: str) -> int:
+        status = (kv_mount / name).stat()
+        return (status.st_atime_ns if which == "access" else status.st_mtime_ns) // 10**9
+
+    for asked in kept:
+        (kv_mount / str(asked)).touch()
+        times = (asked, 0) if which == "access" else (0, asked)
+        os.utime(kv_mount / str(asked), times)
+    found = {asked: seconds(str(asked)) for asked in kept}
+    assert found == kept
+    mounter.umount()
+    mounter.mount()
+    assert {asked: seconds(str(asked)) for asked in kept} == kept
+
+
 def test_writing_moves_the_times_forward(kv_mount: Path) -> None:
     path = kv_mount / "f"
     path.touch()
