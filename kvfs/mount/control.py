@@ -24,6 +24,7 @@ CONTROL_NAME = b".kvfs"
 CONTROL_INODE = 2
 STATS_NAME = b"stats.json"
 STATS_INODE = 3
+INODES = (CONTROL_INODE, STATS_INODE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,7 +140,7 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
-        if inode in (control.CONTROL_INODE, control.STATS_INODE):
+        if inode in control.INODES:
             return await self._control_attributes(inode)
         return _node_attributes(await self._run(self._store.node(inode)))
 
@@ -153,6 +153,7 @@ class Filesystem(pyfuse3.Operations):
         fh: FileHandleT | None,
         ctx: RequestContext,
     ) -> EntryAttributes:
+        _refuse_control_inode(inode)
         changed = self._store.set_attributes(
             inode,
             mode=attr.st_mode if fields.update_mode else None,
@@ -191,6 +192,7 @@ class Filesystem(pyfuse3.Operations):
         self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         _refuse_control(new_parent_inode, new_name)
+        _refuse_control_inode(inode)
         return self._remember(await self._run(self._store.link(inode, new_parent_inode, new_name)))
 
     @_handler
@@ -241,7 +243,7 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         if inode == control.STATS_INODE:
-            return self._open_stats()
+            return self._open_stats(flags)
         if flags & os.O_TRUNC:
             await self._run(self._store.set_attributes(inode, size=0))
         return await self._open(inode, flags)
@@ -332,7 +334,7 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        if inode in (control.CONTROL_INODE, control.STATS_INODE):
+        if inode in control.INODES:
             raise FUSEError(errno.ENODATA)
         return await self._run(control.read_xattr(self._store, inode, name))
 
@@ -340,17 +342,19 @@ class Filesystem(pyfuse3.Operations):
     async def setxattr(
         self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext
     ) -> None:
+        _refuse_control_inode(inode)
         control.check_settable(name)
         await self._run(self._store.set_xattr(inode, name, value))
 
     @_handler
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        if inode in (control.CONTROL_INODE, control.STATS_INODE):
+        if inode in control.INODES:
             return []
         return await self._run(self._store.xattr_names(inode))
 
     @_handler
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
+        _refuse_control_inode(inode)
         await self._run(self._store.remove_xattr(inode, name))
 
     # -- helpers
@@ -433,7 +437,9 @@ class Filesystem(pyfuse3.Operations):
     def _stats(self) -> bytes:
         return control.stats(self._store, self._describe)
 
-    def _open_stats(self) -> FileInfo:
+    def _open_stats(self, flags: int) -> FileInfo:
+        if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
+            raise FUSEError(errno.EACCES)  # root passes the kernel's check of the mode
         handle = self._add_handle(_Handle(control.STATS_INODE, snapshot=self._stats()))
         return FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
@@ -478,6 +484,11 @@ class _Notices:
 
 def _refuse_control(parent: int, name: bytes) -> None:
     if parent == control.CONTROL_INODE or (parent, name) == (ROOT_INODE, control.CONTROL_NAME):
+        raise FUSEError(errno.EPERM)
+
+
+def _refuse_control_inode(ino: int) -> None:
+    if ino in control.INODES:
         raise FUSEError(errno.EPERM)
 
 
