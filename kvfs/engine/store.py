@@ -354,7 +354,14 @@ class Store:
         mtime_ns: int | None = None,
     ) -> Step[Node]:
         op = ops.SetAttributes(
-            time.time_ns(), ino, mode, uid, gid, size, nearest_time(atime_ns), nearest_time(mtime_ns)
+            time.time_ns(),
+            ino,
+            mode,
+            uid,
+            gid,
+            size,
+            nearest_time(atime_ns),
+            nearest_time(mtime_ns),
         )
         yield from self._perform(op, frees=size is not None)
         return (yield from self._state.nodes.node(ino))

@@ -343,7 +343,7 @@ class Filesystem(pyfuse3.Operations):
         self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext
     ) -> None:
         _refuse_control_inode(inode)
-        control.check_settable(name)
+        control.check_settable(name, value)
         await self._run(self._store.set_xattr(inode, name, value))
 
     @_handler

@@ -227,8 +227,26 @@ def test_xattrs_of_kvfs_answer_when_asked_and_are_not_listed(kv_mount: Path) -> 
     assert os.listxattr(path) == []
     extents = json.loads(os.getxattr(path, "user.kvfs.extents"))
     assert sum(extent["length"] for extent in extents) == 300_000
-    assert errno_of(os.setxattr, path, "user.kvfs.codec", b"nonsense") == errno.EINVAL
     assert errno_of(os.setxattr, path, "user.kvfs.unknown", b"1") == errno.EOPNOTSUPP
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        ("codec", b"planes", [b"", b"nonsense", b"PLANES", b"zstd "]),
+        ("dtype", b"bfloat16", [b"", b"bf16", b"float8_nonsense", b"object", b"\xff"]),
+        ("shape", b"2,3,64", [b"", b"two", b"0", b"2,-1", b"2,,3", b"1025,1024", b"9" * 5000]),
+    ],
+)
+def test_settings_take_only_what_says_something(
+    kv_mount: Path, name: str, value: bytes, refused: list[bytes]
+) -> None:
+    path = kv_mount / "f"
+    path.touch()
+    os.setxattr(path, f"user.kvfs.{name}", value)
+    for nonsense in refused:
+        assert errno_of(os.setxattr, path, f"user.kvfs.{name}", nonsense) == errno.EINVAL
+    assert os.getxattr(path, f"user.kvfs.{name}") == value
 
 
 def test_the_control_directory_is_hidden_and_answers(mounter: Mounter, kv_mount: Path) -> None:
