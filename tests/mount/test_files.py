@@ -7,7 +7,6 @@ import fcntl
 import mmap
 import os
 import random
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -202,12 +201,6 @@ def test_a_full_ring_says_enospc_and_keeps_what_it_has(mounter: Mounter, kv_moun
         path.unlink()
     (kv_mount / "again").write_bytes(b"y" * 64 * MIB)
     assert (reopened(mounter) / "again").read_bytes() == b"y" * 64 * MIB
-
-
-def test_a_tree_is_copied_and_compares_equal(kv_mount: Path) -> None:
-    source = Path(os.__file__).parent / "email"
-    subprocess.run(["cp", "-a", source, kv_mount / "copy"], check=True)
-    subprocess.run(["diff", "-r", source, kv_mount / "copy"], check=True)
 
 
 def test_fsync_of_files_and_directories_answers(kv_mount: Path) -> None:
