@@ -206,12 +206,13 @@ class Store:
         return self._state.nodes.node(ino)
 
     def lookup(self, directory: int, name: bytes) -> Step[Node]:
-        """Raises ENOENT, ENOTDIR, ENAMETOOLONG."""
+        """Raises ENOENT, ENOTDIR, ENAMETOOLONG. `.` of a file is itself: so the kernel asks
+        for what it knows by its number alone."""
         parent = yield from self._state.nodes.node(directory)
-        if not parent.is_directory:
-            raise error(errno.ENOTDIR)
         if name == b".":
             return parent
+        if not parent.is_directory:
+            raise error(errno.ENOTDIR)
         if name == b"..":
             return (yield from self._state.nodes.node(parent.inode.parent))
         _, dentry = yield from self._state.names.existing(directory, name)

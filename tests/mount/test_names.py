@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
@@ -11,25 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.calls import RENAME_EXCHANGE, RENAME_NOREPLACE, errno_of, renameat2
 from tests.support.mounter import Mounter
-
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
-AT_FDCWD = -100
-
-
-def renameat2(source: Path, target: Path, flags: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = libc.renameat2(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), flags)
-    if result:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def errno_of(call: object, *arguments: object) -> int:
-    assert callable(call)
-    with pytest.raises(OSError) as failure:  # noqa: PT011 - the errno is what is tested
-        call(*arguments)
-    assert failure.value.errno is not None
-    return failure.value.errno
 
 
 def test_a_fresh_root_is_private_and_empty(kv_mount: Path) -> None:
