@@ -247,12 +247,13 @@ def supervised(mounter: Mounter) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_a_supervisor_is_told_and_can_stop_it(
-    mounter: Mounter, supervised: subprocess.Popen[str]
+    mounter: Mounter, supervised: subprocess.Popen[str], stop: signal.Signals
 ) -> None:
     (mounter.mountpoint / "kept").write_text("kept")
     assert mounter.stats()["pid"] == supervised.pid
-    supervised.send_signal(signal.SIGTERM)
+    supervised.send_signal(stop)
     _, log = supervised.communicate(timeout=60)
     assert supervised.returncode == 0
     assert "Traceback" not in log
