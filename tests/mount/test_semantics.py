@@ -425,10 +425,14 @@ def test_only_files_and_directories_have_user_xattrs(home: Path) -> None:
 
 
 @needs_root
-def test_namespaces_of_root_are_kept(file: Path) -> None:
-    for name in ("trusted.x", "security.x"):
+def test_namespaces_of_root_are_kept_and_trusted_is_for_its_eyes(file: Path) -> None:
+    for name in ("trusted.x", "security.x", "user.x"):
         os.setxattr(file, name, b"1")
         assert os.getxattr(file, name) == b"1"
+    assert set(os.listxattr(file)) == {"trusted.x", "security.x", "user.x"}
+    names = ["getfattr", "--match=-", "--absolute-names", file]
+    seen = subprocess.run(names, user=NOBODY, capture_output=True, text=True, check=True).stdout
+    assert set(seen.splitlines()[1:-1]) == {"security.x", "user.x"}
 
 
 # -- what there is not -----------------------------------------------------------------
