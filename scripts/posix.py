@@ -22,10 +22,11 @@ KVFS = str(Path(sys.executable).with_name("kvfs"))
 OPERATIONS = 100_000
 SEEDS = (1, 2, 3)
 # -R and -W leave mapped reads and writes out, -Z opens with O_DIRECT, -c opens the file anew
-# every so many operations. What a mount cannot do (fallocate, clones), fsx finds out itself.
+# every so many operations, with empty caches. What a mount cannot do (fallocate, clones), fsx
+# finds out itself.
 MODES = {
     "reads and writes": ("-R", "-W"),
-    "reads and writes, reopened": ("-R", "-W", "-c", "20"),
+    "reads and writes, reopened": ("-R", "-W", "-c", "100"),
     "O_DIRECT": ("-R", "-W", "-Z"),
     "mmap beside reads and writes": (),
 }
