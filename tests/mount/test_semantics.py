@@ -56,7 +56,7 @@ def shared(fuse: None) -> Iterator[Mounter]:
 
 @pytest.fixture
 def home(shared: Mounter, request: pytest.FixtureRequest) -> Path:
-    directory = shared.mountpoint / request.node.name
+    directory: Path = shared.mountpoint / request.node.name
     directory.mkdir()
     return directory
 
@@ -191,7 +191,7 @@ def test_without_allow_other_no_other_user_may_enter(mounter: Mounter) -> None:
     mounter.mount()
     for directory in (mounter.directory, mounter.mountpoint):
         directory.chmod(0o755)
-    enter = ["ls", mounter.mountpoint]
+    enter: list[str | Path] = ["ls", mounter.mountpoint]
     assert subprocess.run(enter, user=NOBODY, capture_output=True).returncode != 0
     assert subprocess.run(enter, capture_output=True).returncode == 0
 
@@ -430,7 +430,7 @@ def test_namespaces_of_root_are_kept_and_trusted_is_for_its_eyes(file: Path) -> 
         os.setxattr(file, name, b"1")
         assert os.getxattr(file, name) == b"1"
     assert set(os.listxattr(file)) == {"trusted.x", "security.x", "user.x"}
-    names = ["getfattr", "--match=-", "--absolute-names", file]
+    names = ["getfattr", "--match=-", "--absolute-names", str(file)]
     seen = subprocess.run(names, user=NOBODY, capture_output=True, text=True, check=True).stdout
     assert set(seen.splitlines()[1:-1]) == {"security.x", "user.x"}
 
