@@ -10,6 +10,7 @@ import typer
 
 from kvfs.mount.mounts import mounts
 from mount_tools.common import CommandError, format_size, parse_path, print_json, print_table
+from mount_tools.mountpoints import may_enter
 from mount_tools.sessions import Session, find_sessions, locate, ratio
 
 _COLUMNS = ("session", "tokens", "layers", "size", "stored", "ratio", "last use", "model")
@@ -48,13 +49,15 @@ def ls(
 
 
 def _only_mountpoint() -> Path:
-    found = mounts()
+    found = [mount.mountpoint for mount in mounts() if may_enter(mount.mountpoint)]
     if not found:
-        raise CommandError("no KVFS is mounted; mount one with: kvfs mount MNT DEV")
+        raise CommandError(
+            "no KVFS is mounted that this user may enter; mount one with: kvfs mount MNT DEV"
+        )
     if len(found) > 1:
-        places = ", ".join(str(mount.mountpoint) for mount in found)
+        places = ", ".join(map(str, found))
         raise CommandError(f"several KVFS are mounted, name one: {places}")
-    return locate(found[0].mountpoint)[1]
+    return locate(found[0])[1]
 
 
 def _without_files(session: Session) -> dict[str, object]:

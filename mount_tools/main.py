@@ -46,15 +46,15 @@ def main() -> None:
     # Names of files may hold bytes that no encoding has a character for.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    sys.exit(_run())
+    sys.exit(run(app, "kvfs"))
 
 
-def _run() -> int:
+def run(command: typer.Typer, name: str) -> int:
     """The exit status: 0, 1 for what cannot be done, 2 for a wrong command line."""
     try:
-        return int(app(standalone_mode=False) or 0)
+        return int(command(standalone_mode=False) or 0)
     except _UsageError as failure:
-        warn(f"{failure.format_message()} (see kvfs --help)")
+        warn(f"{failure.format_message()} (see {name} --help)")
         return 2
     except (CommandError, DeviceError) as failure:
         warn(str(failure))

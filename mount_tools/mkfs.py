@@ -25,7 +25,10 @@ from kvfs.engine.format import (
     Superblock,
 )
 from kvfs.engine.superblocks import format_device
-from mount_tools.common import CommandError, format_size, parse_size, print_json
+from kvfs.mount.backing import claimed
+from kvfs.mount.mounts import containing_mount
+from mount_tools.common import CommandError, format_size, parse_path, parse_size, print_json
+from mount_tools.mountpoints import require_answer
 
 DEFAULT_SIZE = 4 * 1024**3
 DEFAULT_SEGMENT_SIZE = 64 * 1024**2
@@ -34,7 +37,10 @@ _BLKID_NOTHING_FOUND = 2
 
 
 def mkfs(
-    device: Annotated[Path, typer.Argument(metavar="DEV", help="Block device or image file.")],
+    device: Annotated[
+        Path,
+        typer.Argument(parser=parse_path, metavar="DEV", help="Block device or image file."),
+    ],
     size: Annotated[
         int | None,
         typer.Option(
@@ -66,6 +72,7 @@ def mkfs(
       kvfs mkfs ring.img --size 4G
       kvfs mkfs ring.img --force
     """
+    require_answer(containing_mount(device))
     with _image_made_if_missing(device, size):
         superblock = _format(device, segment_size, force=force)
     if json_output:
@@ -126,16 +133,13 @@ def _check_size(device: Path, size: int | None) -> None:
 
 
 def _format(path: Path, segment_size: int | None, *, force: bool) -> Superblock:
-    device = FileDevice(path)
-    try:
+    with claimed(path) as device:
         if not force:
             _refuse_used(device)
         if segment_size is None:
             segment_size = _fitting_segment_size(device)
         superblock = format_device(device, segment_size)
         _wipe_foreign(device)
-    finally:
-        device.close()
     return superblock
 
 

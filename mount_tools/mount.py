@@ -24,14 +24,22 @@ from mount_tools.common import (
     warn,
 )
 from mount_tools.daemonize import LOG_FORMAT, run_in_background
-from mount_tools.mountpoints import State, Stats, canonical, detach, read_stats, state_of
+from mount_tools.mountpoints import (
+    State,
+    Stats,
+    answered,
+    canonical,
+    detach,
+    read_stats,
+    state_of,
+)
+from mount_tools.options import parse_options
 
 if TYPE_CHECKING:
-    from kvfs.mount.daemon import MountConfig
+    from kvfs.mount.config import MountConfig
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = ("ro", "rw", "allow_other")
 _FUSE_CONFIG = Path("/etc/fuse.conf")
 _SYSTEM_LOGS = Path("/var/log/kvfs")
 
@@ -40,9 +48,15 @@ def mount(
     mountpoint: Annotated[
         Path, typer.Argument(parser=parse_path, metavar="MNT", help="An empty directory.")
     ],
-    device: Annotated[Path, typer.Argument(metavar="DEV", help="Block device or image file.")],
+    device: Annotated[
+        Path,
+        typer.Argument(parser=parse_path, metavar="DEV", help="Block device or image file."),
+    ],
     warm_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="A tmpfs: keeps what the ring lacks yet.")
+        Path,
+        typer.Option(
+            parser=parse_path, metavar="DIR", help="A tmpfs: keeps what the ring lacks yet."
+        ),
     ] = Path("/dev/shm"),
     warm: Annotated[
         int | None,
@@ -57,6 +71,7 @@ def mount(
         Path | None,
         typer.Option(
             "--log",
+            parser=parse_path,
             metavar="FILE",
             help="The daemon's log. [default: under /var/log/kvfs, or ~/.local/state/kvfs]",
             show_default=False,
@@ -67,7 +82,7 @@ def mount(
     ] = False,
     options: Annotated[
         list[str] | None,
-        typer.Option("-o", metavar="OPTION,...", help=f"Of {', '.join(_OPTIONS)}."),
+        typer.Option("-o", metavar="OPTION,...", help="ro, allow_other, noexec, sync, ..."),
     ] = None,
     deadline: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="A request is answered within this.")
@@ -84,26 +99,25 @@ def mount(
       kvfs mount /mnt/kv ring.img --warm 8G --log kvfs.log
       kvfs mount /mnt/kv ring.img -o ro --foreground
     """
-    chosen = _parse_options(options or [])
+    chosen = parse_options(options or [])
     # The daemon's directory is another one: relative paths end here.
-    mountpoint, device, warm_dir = canonical(mountpoint), device.resolve(), warm_dir.resolve()
+    mountpoint, device, warm_dir = map(canonical, (mountpoint, device, warm_dir))
     _check_system(allow_other="allow_other" in chosen)
-    _check_warm_directory(warm_dir)
+    answered(warm_dir, lambda: _check_warm_directory(warm_dir))
     _clear_if_dead(mountpoint)
-    _check_mountpoint(mountpoint)
-    _check_device(device)
+    answered(mountpoint, lambda: _check_mountpoint(mountpoint))
+    answered(device, lambda: _check_device(device, read_only="ro" in chosen))
 
     def make_config() -> MountConfig:
         from kvfs.engine.store import StoreOptions
-        from kvfs.mount.daemon import MountConfig
+        from kvfs.mount.config import MountConfig
 
         return MountConfig(
             mountpoint=mountpoint,
             source=device,
             warm_directory=warm_dir,
             warm_size=warm,
-            read_only="ro" in chosen,
-            allow_other="allow_other" in chosen,
+            options=chosen,
             deadline_seconds=deadline,
             store=StoreOptions(checkpoint_seconds=checkpoint),
         )
@@ -111,21 +125,14 @@ def mount(
     if foreground:
         _serve_in_foreground(make_config)
         return
-    log_file = (log_file or _default_log(mountpoint)).absolute()
+    log_path = canonical(log_file or _default_log(mountpoint))
     run_in_background(
-        lambda ready: _serve(make_config, ready), lambda f: _explain(f, log_file), log_file
+        lambda ready: _serve(make_config, ready), lambda f: _explain(f, log_path), log_path
     )
-    _report(mountpoint, read_stats(mountpoint), log_file)
+    _report(mountpoint, read_stats(mountpoint), log_path)
 
 
 # -- checks
-
-
-def _parse_options(options: list[str]) -> set[str]:
-    chosen = {word for option in options for word in option.split(",") if word}
-    for word in sorted(chosen.difference(_OPTIONS)):
-        raise typer.BadParameter(f"-o {word} is not known; known are {', '.join(_OPTIONS)}")
-    return chosen
 
 
 def _check_system(*, allow_other: bool) -> None:
@@ -133,6 +140,10 @@ def _check_system(*, allow_other: bool) -> None:
         raise CommandError(
             "/dev/fuse is missing: load the kernel's module (modprobe fuse), or give the "
             "container the device and CAP_SYS_ADMIN"
+        )
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        raise CommandError(
+            "/dev/fuse: permission denied; run as root, or have root allow it: chmod 666 /dev/fuse"
         )
     if shutil.which("fusermount3") is None:
         raise CommandError("fusermount3 is missing; install the package fuse3")
@@ -195,9 +206,11 @@ def _check_mountpoint(mountpoint: Path) -> None:
         raise CommandError(f"{mountpoint} is not empty; choose an empty directory")
 
 
-def _check_device(device: Path) -> None:
+def _check_device(device: Path, *, read_only: bool) -> None:
     """What can be said early is said here; the daemon opens it again and keeps it."""
     FileDevice(device, read_only=True).close()
+    if not read_only and not os.access(device, os.W_OK):
+        raise CommandError(f"{device} may only be read: mount it with -o ro, or as its owner")
 
 
 # -- the daemon
@@ -242,13 +255,13 @@ def _explain(failure: BaseException, log_file: Path | None) -> str:
     match failure:
         case DeviceError() | CommandError():
             return str(failure)
-        case ModuleNotFoundError(name="pyfuse3" | "trio"):
-            return "pyfuse3 is not installed; install it with: pip install 'kvfs[mount]'"
+        case ModuleNotFoundError(name=name):
+            return f"{name} is not installed; install it with: pip install 'kvfs[mount]'"
         case OSError():
             return describe_os_error(failure) + where
         case RuntimeError():
             # libfuse's own reason went to stderr.
-            return f"{failure}{where}"
+            return f"{failure}: may this user mount? (in a container: --cap-add SYS_ADMIN){where}"
     log.error("unexpected", exc_info=failure)
     return f"{failure or type(failure).__name__}{where}"
 
@@ -260,7 +273,9 @@ def _default_log(mountpoint: Path) -> Path:
     name = "-".join(mountpoint.parts[1:]) or "root"
     if os.geteuid() == 0:
         return _SYSTEM_LOGS / f"{name}.log"
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    if not os.path.isabs(state):
+        raise CommandError("this user has no home for the log; choose one with --log FILE")
     return Path(state) / "kvfs" / f"{name}.log"
 
 
@@ -270,6 +285,8 @@ def _report(mountpoint: Path, stats: Stats, log_file: Path) -> None:
             f"recovered {stats.recovered_operations} operations that the last daemon had "
             "answered and not written"
         )
+    if stats.superblock_lost:
+        warn("one of the two superblocks could not be read: if that recurs, replace the device")
     if stats.damage:
         warn(stats.damage)
     elif stats.unrecovered:

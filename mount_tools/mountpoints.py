@@ -19,7 +19,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvfs.mount.mounts import find_mount
+from kvfs.mount.mounts import Mount, containing_mount, find_mount
 from mount_tools.common import CommandError
 
 T = TypeVar("T")
@@ -47,16 +47,48 @@ class Stats:
     read_only: bool
     damage: str | None
     unrecovered: bool
+    superblock_lost: bool
     recovered_operations: int
     document: dict[str, Any]
 
 
-def canonical(mountpoint: Path) -> Path:
-    """Absolute and without symlinks, as the table of mounts has it."""
-    path = Path(os.path.abspath(mountpoint))
-    path = Path(os.path.realpath(path.parent)) / path.name
+def canonical(path: Path) -> Path:
+    """Absolute and without symlinks, as the table of mounts has it. Raises CommandError
+    where a mount on the way does not answer."""
+    path = Path(os.path.abspath(path))
+    # As it is written first: that touches nothing.
+    require_answer(containing_mount(path.parent))
+    path = Path(answered(path, lambda: os.path.realpath(path.parent))) / path.name
     # The last name is followed only when nothing is mounted there that could hang.
-    return path if find_mount(path) else Path(os.path.realpath(path))
+    return path if find_mount(path) else Path(answered(path, lambda: os.path.realpath(path)))
+
+
+def require_answer(mount: Mount | None) -> None:
+    """Raises CommandError when the daemon has ended or hangs."""
+    if mount is None:
+        return
+    match state_of(mount.mountpoint):
+        case State.DEAD:
+            raise CommandError(
+                f"{mount.mountpoint}: its daemon has ended; mount it again with: "
+                f"kvfs mount {mount.mountpoint} {mount.source}"
+            )
+        case State.HUNG:
+            raise CommandError(
+                f"{mount.mountpoint} does not answer; detach it with: "
+                f"kvfs umount --force {mount.mountpoint}"
+            )
+
+
+def answered(path: Path, work: Callable[[], T]) -> T:
+    """The result of work that touches a path. Raises CommandError where a mount on the way
+    does not answer."""
+    try:
+        return _within(ANSWER_SECONDS, work)
+    except TimeoutError:
+        raise CommandError(
+            f"{path} does not answer: is the daemon of a mount on the way hung?"
+        ) from None
 
 
 def state_of(mountpoint: Path) -> State:
@@ -70,6 +102,18 @@ def state_of(mountpoint: Path) -> State:
             return State.DEAD
         raise
     return State.ALIVE
+
+
+def may_enter(mountpoint: Path) -> bool:
+    """Whether its owner lets this user in. True also when it is dead or does not answer:
+    then there is more to say of it."""
+    try:
+        _within(ANSWER_SECONDS, lambda: os.scandir(mountpoint).close())
+    except PermissionError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def read_stats(mountpoint: Path) -> Stats:
@@ -98,6 +142,7 @@ def read_stats(mountpoint: Path) -> Stats:
         read_only=document["read_only"],
         damage=document["damage"],
         unrecovered=document["unrecovered"],
+        superblock_lost=document["superblock_lost"],
         recovered_operations=document["counters"]["recovered_operations"],
         document=document,
     )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvfs.mount.mounts import Mount, containing_mount
+from kvfs.mount.mounts import Mount, containing_mount, mounts
 from mount_tools.common import CommandError, warn
-from mount_tools.mountpoints import State, state_of
+from mount_tools.mountpoints import answered, require_answer
+from mount_tools.paths import opened
 
 _DIRECTORIES_MAX = 100_000
 _TOKEN_BYTES = 4
@@ -52,19 +53,24 @@ def locate(path: Path) -> tuple[Mount, Path]:
     """The KVFS that a path lies on, which answers, and the path without symlinks."""
     # As it is written first: that touches nothing, should the mount be dead or hang.
     mount = containing_mount(path)
-    _require_answer(mount)
-    resolved = Path(os.path.realpath(path))
+    require_answer(mount)
+    resolved = Path(answered(path, lambda: os.path.realpath(path)))
     mount = containing_mount(resolved)
-    _require_answer(mount)
-    if not resolved.exists():
-        raise CommandError(f"{path} does not exist")
+    require_answer(mount)
+    try:
+        os.stat(resolved)
+    except FileNotFoundError:
+        raise CommandError(f"{path} does not exist") from None
+    except PermissionError:
+        raise CommandError(f"{path} belongs to another user; run as its owner") from None
     if mount is None:
         raise CommandError(f"{path} is not on KVFS; mount one with: kvfs mount MNT DEV")
     return mount, resolved
 
 
 def find_sessions(top: Path) -> Iterator[Session]:
-    """All sessions in and below a directory. A bounded walk."""
+    """All sessions in and below a directory. A bounded walk that stays on its mount."""
+    others = {mount.mountpoint for mount in mounts()}
     waiting = [top]
     for _ in range(_DIRECTORIES_MAX):
         if not waiting:
@@ -72,7 +78,7 @@ def find_sessions(top: Path) -> Iterator[Session]:
         directory = waiting.pop()
         try:
             session = read_session(directory, str(directory.relative_to(top)))
-            waiting += _directories_in(directory)
+            waiting += [d for d in _directories_in(directory) if d not in others]
         except (FileNotFoundError, PermissionError):
             # Removed meanwhile, or another user's.
             continue
@@ -83,9 +89,11 @@ def find_sessions(top: Path) -> Iterator[Session]:
 
 def read_session(directory: Path, name: str) -> Session | None:
     """None if the directory holds no session."""
-    if not _is_session(directory):
-        return None
-    files = sorted(_files_in(directory), key=lambda file: file.name)
+    with opened(directory) as fd:
+        if not _is_session(fd):
+            return None
+        files = sorted(_files_in(fd), key=lambda file: file.name)
+        model = read_xattr(fd, "model")
     by_name = {file.name: file for file in files}
     return Session(
         path=directory,
@@ -95,12 +103,12 @@ def read_session(directory: Path, name: str) -> Session | None:
         size=sum(file.size for file in files),
         stored=sum(file.stored for file in files),
         last_use=max((file.last_use for file in files), default=0),
-        model=read_xattr(directory, "model"),
+        model=model,
         files=files,
     )
 
 
-def read_xattr(path: Path, name: str) -> str | None:
+def read_xattr(path: Path | int, name: str) -> str | None:
     """`user.kvfs.NAME`, None where it is not set."""
     try:
         return os.getxattr(path, f"user.kvfs.{name}").decode()
@@ -119,23 +127,7 @@ def ratio(size: int, stored: int) -> float | None:
     return round(size / stored, 3) if stored else None
 
 
-def _require_answer(mount: Mount | None) -> None:
-    if mount is None:
-        return
-    match state_of(mount.mountpoint):
-        case State.DEAD:
-            raise CommandError(
-                f"{mount.mountpoint}: its daemon has ended; mount it again with: "
-                f"kvfs mount {mount.mountpoint} {mount.source}"
-            )
-        case State.HUNG:
-            raise CommandError(
-                f"{mount.mountpoint} does not answer; detach it with: "
-                f"kvfs umount --force {mount.mountpoint}"
-            )
-
-
-def _is_session(directory: Path) -> bool:
+def _is_session(directory: int) -> bool:
     """By the names alone: a directory of other files may be long."""
     with os.scandir(directory) as entries:
         return any(
@@ -144,15 +136,18 @@ def _is_session(directory: Path) -> bool:
         )
 
 
-def _files_in(directory: Path) -> Iterator[File]:
+def _files_in(directory: int) -> Iterator[File]:
     with os.scandir(directory) as entries:
         for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            if stat.S_ISREG(status.st_mode):
+            # Not asked of a directory: another mount may lie there, and hang.
+            if not entry.is_file(follow_symlinks=False):
+                continue
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
                 used = max(status.st_atime, status.st_mtime)
                 yield File(entry.name, status.st_size, stored_bytes(status), used)
 
 
 def _directories_in(directory: Path) -> list[Path]:
-    with os.scandir(directory) as entries:
-        return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    with opened(directory) as fd, os.scandir(fd) as entries:
+        return [directory / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

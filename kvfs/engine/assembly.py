@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfs.engine.buffers import BufferPool
+from kvfs.engine.files import Hole, Part, Stored
 from kvfs.engine.format import round_up
-from kvfs.engine.nodes import Hole, Part, Stored
 from kvfs.engine.reader import ExtentReader
 
 

@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
-import errno
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from kvfs.engine.buffer import Kept
+from kvfs.engine.extents import ExtentTable, Known, NewExtent, place_of
 from kvfs.engine.format import (
     EXTENT_SIZE_MIN,
-    REFERENCES,
     Extent,
     RecordHeader,
     Slice,
-    extent_key,
+    key_slot,
     map_key,
-    references_key,
     round_up,
 )
 from kvfs.engine.index import Index
 from kvfs.engine.intervals import Intervals, Run
-from kvfs.engine.io import Step
-from kvfs.engine.nodes import (
-    FILE_SIZE_MAX,
-    Hole,
-    NewExtent,
-    Node,
-    Nodes,
-    Part,
-    Place,
-    Stored,
-    error,
-    no_bytes,
-)
+from kvfs.engine.io import Step, settled
+from kvfs.engine.nodes import FILE_SIZE_MAX, Content, Node, Nodes, Place, no_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part of a file that is `length` bytes of an extent in the ring, from `skew` on."""
+
+    extent: Extent
+    skew: int
+    length: int
+
+
+Part = memoryview | Hole | Stored
+
+
+@dataclass(slots=True)
+class SealedFiles:
+    """What a seal made of file data: extents to be written; (inode, extent) pairs that
+    files gave up, for their counts of blocks; and the extents that nobody refers to."""
+
+    extents: list[Known] = field(default_factory=list)
+    freed: list[tuple[int, Known]] = field(default_factory=list)
+    dropped: list[Known] = field(default_factory=list)
 
 
 def extent_limit(file_size: int, extent_max: int) -> int:
@@ -48,129 +64,162 @@ class Files:
         self._index = index
         self._nodes = nodes
         self._extent_max = extent_max
+        self.table = ExtentTable(index)
         self._dirty: dict[int, Node] = {}
-        self._freed: list[tuple[int, int]] = []
-        self._in_flight: dict[int, NewExtent] = {}
-        self._placed_size: dict[int, int] = {}  # of extents that are placed, not committed
+        self._freed: list[tuple[int, Known]] = []
+        nodes.on_forget = self._forget
+
+    # -- loading
+
+    def node(self, ino: int) -> Step[Node]:
+        """The node of a regular file, with its content; of others without. Raises ENOENT."""
+        node, content, extents = yield from settled(lambda: self._found(ino))
+        if content is not None:
+            node.content = content
+            for known in extents:
+                self.table.use(known)
+            self._nodes.trim(len(self.table))
+        return node
+
+    def _found(self, ino: int) -> Step[tuple[Node, Content | None, list[Known]]]:
+        """A node, and its content if that is not in use yet."""
+        node = yield from self._nodes.node(ino)
+        if node.content is not None or not stat.S_ISREG(node.inode.mode):
+            return node, None, []
+        return (node, *(yield from self._load(ino)))
+
+    def _load(self, ino: int) -> Step[tuple[Content, list[Known]]]:
+        content = Content()
+        items = yield from self._index.scan(map_key(ino, 0), map_key(ino, FILE_SIZE_MAX))
+        for key, value in items:
+            assert value is not None
+            part = Slice.unpack(key_slot(key), value)
+            content.map.insert(part.offset, part.end, (part.extent_id, part.skew))
+            content.uses[part.extent_id] += 1
+        extents = []
+        for extent_id in content.uses:
+            extents.append((yield from self.table.find(extent_id)))
+        return content, extents
+
+    def _forget(self, node: Node) -> None:
+        if node.content is not None:
+            for extent_id in node.content.uses:
+                self.table.let_go(self.table[extent_id])
 
     # -- reading
 
     def parts(self, ino: int, offset: int, length: int) -> Step[list[Part]]:
         """What the bytes [offset, offset + length) of a file are, in order, to its end
         at most. Raises EIO when the extent table lacks an extent."""
-        node = yield from self._nodes.node(ino)
+        node = yield from self.node(ino)
         end = min(offset + length, node.inode.size)
         parts: list[Part] = []
         at = offset
-        for run in node.dirty.overlapping(offset, end):
+        content = node.content
+        if content is None:
+            return parts
+        for run in content.dirty.overlapping(offset, end):
             if run.start > at:
-                yield from self._mapped(node, at, run.start, parts)
+                self._mapped(content, at, run.start, parts)
             parts.append(run.value.data)
             at = run.end
         if at < end:
-            yield from self._mapped(node, at, end, parts)
+            self._mapped(content, at, end, parts)
         return parts
 
-    def _mapped(self, node: Node, start: int, end: int, parts: list[Part]) -> Step[None]:
+    def _mapped(self, content: Content, start: int, end: int, parts: list[Part]) -> None:
         at = start
-        for run in node.map.overlapping(start, end):
+        for run in content.map.overlapping(start, end):
             if run.start > at:
                 parts.append(Hole(run.start - at))
             at = run.end
             extent_id, skew = run.value
-            new = self._in_flight.get(extent_id)
-            if new is not None:
-                parts.extend(_pieces(new, skew, run.end - run.start))
-                continue
-            value = yield from self._index.get(extent_key(extent_id))
-            if value is None:
-                raise error(errno.EIO, f"extent {extent_id} is missing from the extent table")
-            parts.append(Stored(Extent.unpack(extent_id, value), skew, run.end - run.start))
+            known = self.table[extent_id]
+            if known.new is not None:
+                parts.extend(_pieces(known.new, skew, run.end - run.start))
+            else:
+                parts.append(Stored(place_of(known), skew, run.end - run.start))
         if at < end:
             parts.append(Hole(end - at))
 
-    # -- changing
+    # -- changing: nodes come with their content
 
     def write(self, node: Node, offset: int, kept: Kept) -> None:
-        end = offset + len(kept.data)
-        self._count_dirty(node, *node.dirty.insert(offset, end, kept))
+        content, end = _content(node), offset + len(kept.data)
+        _count_dirty(content, *content.dirty.insert(offset, end, kept))
         node.inode.size = max(node.inode.size, end)
         self._dirty[node.inode.ino] = node
 
     def truncate(self, node: Node, size: int) -> None:
+        content = _content(node)
         if size < node.inode.size:
-            self._count_dirty(node, *node.dirty.punch(size, FILE_SIZE_MAX))
-            self._map_changed(node, *node.map.punch(size, FILE_SIZE_MAX))
+            _count_dirty(content, *content.dirty.punch(size, FILE_SIZE_MAX))
+            self._map_changed(node, content, *content.map.punch(size, FILE_SIZE_MAX))
         node.inode.size = size
 
     def drop(self, node: Node) -> None:
-        self.truncate(node, 0)
+        if node.content is not None:
+            self.truncate(node, 0)
         self._dirty.pop(node.inode.ino, None)
 
-    def _count_dirty(self, node: Node, removed: list[Run[Kept]], added: list[Run[Kept]]) -> None:
-        for run in added:
-            node.unsaved += run.end - run.start
-        for run in removed:
-            node.unsaved -= run.end - run.start
-
-    def _map_changed(self, node: Node, removed: list[Run[Place]], added: list[Run[Place]]) -> None:
-        """Keep the index and the count of uses in step with a change of a file's map."""
-        ino, uses = node.inode.ino, node.uses
-        before = {run.value[0]: uses[run.value[0]] for run in (*removed, *added)}
+    def _map_changed(
+        self, node: Node, content: Content, removed: list[Run[Place]], added: list[Run[Place]]
+    ) -> None:
+        """Keep index, extent table and the counts of uses in step with a file's map."""
+        ino, uses = node.inode.ino, content.uses
+        change: Counter[int] = Counter()
         for run in removed:
             self._index.delete(map_key(ino, run.start))
-            uses[run.value[0]] -= 1
+            change[run.value[0]] -= 1
         for run in added:
             extent_id, skew = run.value
             part = Slice(run.start, run.end - run.start, extent_id, skew)
             self._index.put(map_key(ino, run.start), part.pack())
-            uses[extent_id] += 1
-        for extent_id, old in before.items():
-            self._uses_changed(node, extent_id, old, uses[extent_id])
-
-    def _uses_changed(self, node: Node, extent_id: int, old: int, new: int) -> None:
-        if new == 0:
-            del node.uses[extent_id]
-            self._index.delete(extent_key(extent_id))
-            self._freed.append((node.inode.ino, extent_id))
-        if new > 1 and new != old:
-            self._index.put(references_key(extent_id), REFERENCES.pack(new))
-        elif old > 1 >= new:
-            self._index.delete(references_key(extent_id))
+            change[extent_id] += 1
+        for extent_id, count in change.items():
+            known = self.table[extent_id]
+            self.table.refer(known, count)
+            uses[extent_id] += count
+            if uses[extent_id] == 0:
+                del uses[extent_id]
+                self._freed.append((ino, known))
+                self.table.let_go(known)
 
     # -- to the ring
 
-    def seal(self, new_id: Callable[[], int]) -> tuple[list[NewExtent], list[tuple[int, int]]]:
+    def seal(self, new_id: Callable[[], int]) -> SealedFiles:
         """Dirty runs become extents with ids; their bytes stay readable here until they
-        are committed. Also returns the (inode, extent) pairs that files gave up."""
-        extents: list[NewExtent] = []
+        are committed."""
+        sealed = SealedFiles()
         # A session's layers lie together, in the order of their names.
         for node in sorted(self._dirty.values(), key=lambda n: (n.inode.parent, n.inode.name)):
-            for extent in self._new_extents(node, new_id):
-                end = extent.offset + extent.size
-                self._map_changed(node, *node.map.insert(extent.offset, end, (extent.extent_id, 0)))
-                self._in_flight[extent.extent_id] = extent
-                extents.append(extent)
-            node.dirty = no_bytes()
-        freed = self._freed
-        self._dirty, self._freed = {}, []
-        return extents, freed
+            content = _content(node)
+            for new in self._new_extents(node, content, new_id):
+                known = Known(new.extent_id, new=new)
+                self.table.use(known)
+                sealed.extents.append(known)
+                place = (new.extent_id, 0)
+                changed = content.map.insert(new.offset, new.offset + new.size, place)
+                self._map_changed(node, content, *changed)
+            content.dirty = no_bytes()
+        self._dirty = {}
+        sealed.freed, self._freed = self._freed, []
+        sealed.dropped, self.table.dropped = self.table.dropped, []
+        return sealed
 
-    def _new_extents(self, node: Node, new_id: Callable[[], int]) -> Iterator[NewExtent]:
+    def _new_extents(
+        self, node: Node, content: Content, new_id: Callable[[], int]
+    ) -> Iterator[NewExtent]:
         limit = extent_limit(node.inode.size, self._extent_max)
         inode = node.inode
-        for start, end, pieces in _joined(node.dirty, limit):
+        for start, end, pieces in _joined(content.dirty, limit):
             yield NewExtent(
                 new_id(), inode.ino, inode.parent, start, end - start, pieces,
-                node.choice, node.layout,
+                content.choice, content.layout,
             )  # fmt: skip
 
     def placed(
-        self,
-        extents: list[NewExtent],
-        freed: list[tuple[int, int]],
-        records: list[RecordHeader],
-        nodes: list[Node],
+        self, sealed: SealedFiles, records: list[RecordHeader], nodes: list[Node]
     ) -> list[int]:
         """What was sealed has its place in the ring, after all that was sealed before:
         count in the nodes what each file takes there. They are those that changed, whether
@@ -178,29 +227,37 @@ class Files:
         count changed."""
         by_ino = {node.inode.ino: node for node in nodes}
         change: Counter[int] = Counter()
-        for record in records:
-            self._placed_size[record.extent_id] = round_up(record.stored)
-            change[record.object_id] += round_up(record.stored)
-        for ino, extent_id in freed:
-            change[ino] -= self._stored_size(extent_id)
-        for extent in extents:
-            by_ino[extent.ino].unsaved -= extent.size
+        for known, record in zip(sealed.extents, records, strict=True):
+            assert known.new is not None
+            known.taken = round_up(record.stored)
+            change[record.object_id] += known.taken
+            _content(by_ino[record.object_id]).unsaved -= known.new.size
+        for ino, known in sealed.freed:
+            change[ino] -= known.taken
         for ino in change.keys() & by_ino.keys():
             by_ino[ino].inode.stored += change[ino]
         return list(change)
 
-    def committed(self, extents: list[NewExtent]) -> None:
-        """They are in the ring: they are read from there."""
-        for extent in extents:
-            del self._in_flight[extent.extent_id]
-            del self._placed_size[extent.extent_id]
+    def committed(self, sealed: SealedFiles, extents: list[Extent]) -> list[Extent]:
+        """It is in the ring: extents are read from there. Returns those that are dead."""
+        for known, extent in zip(sealed.extents, extents, strict=True):
+            known.new, known.extent = None, extent
+        dead = [known.extent for known in sealed.dropped if known.extent is not None]
+        for known in sealed.dropped:
+            self.table.let_go(known)
+        return dead
 
-    def _stored_size(self, extent_id: int) -> int:
-        placed = self._placed_size.get(extent_id)
-        if placed is not None:
-            return placed
-        value = self._index.committed(extent_key(extent_id))
-        return round_up(Extent.unpack(extent_id, value).stored) if value else 0
+
+def _content(node: Node) -> Content:
+    assert node.content is not None, "the content of a file that changes is loaded"
+    return node.content
+
+
+def _count_dirty(content: Content, removed: list[Run[Kept]], added: list[Run[Kept]]) -> None:
+    for run in added:
+        content.unsaved += run.end - run.start
+    for run in removed:
+        content.unsaved -= run.end - run.start
 
 
 def _joined(dirty: Intervals[Kept], limit: int) -> Iterator[tuple[int, int, list[Kept]]]:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import xxhash
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 BLOCK = 4096
 SUPERBLOCK_ADDRESSES = (0, 512 * 1024)
 DATA_START = 1024 * 1024
@@ -310,8 +311,9 @@ class FrameHeader:
 
 class RecordKind(IntEnum):
     DATA = 1
-    INDEX = 2
-    CHECKPOINT = 3
+    NODE = 2
+    BITMAP = 3
+    CHECKPOINT = 4
 
 
 @dataclass(slots=True)
@@ -371,14 +373,38 @@ class ItemKind(IntEnum):
     EXTENT = 6
     REFERENCES = 7
     SYMLINK = 8
+    COUNTS = 9
+    SUMMARY = 10
 
 
 KEY = struct.Struct(">BQBQ")
 KIND_BYTE = 9
-TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS = 1, 2, 3
+KEY_END = b"\xff" * KEY.size
+TABLE_COUNTS, TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS, TABLE_SUMMARIES = 0, 1, 2, 3, 4
 _ITEM_HEAD = struct.Struct("<18sI")
 _TOMBSTONE = 0xFFFF_FFFF
 Item = tuple[bytes, "bytes | None"]
+
+
+# An inode number says where its items lie in the index: a group of directories, in it the
+# directories with their names first, the files born there behind them, by serial.
+DIRECTORIES_PER_GROUP = 1000
+SERIAL_BITS = 43
+_GROUP_SHIFT = SERIAL_BITS + 1
+GROUP_MAX = (1 << (63 - _GROUP_SHIFT)) - 1
+
+
+def inode_number(group: int, serial: int, *, is_directory: bool) -> int:
+    assert group <= GROUP_MAX and serial < 1 << SERIAL_BITS
+    return group << _GROUP_SHIFT | (not is_directory) << SERIAL_BITS | serial
+
+
+def group_of(ino: int) -> int:
+    return ino >> _GROUP_SHIFT
+
+
+def counts_key() -> bytes:
+    return KEY.pack(TABLE_COUNTS, 0, ItemKind.COUNTS, 0)
 
 
 def inode_key(ino: int) -> bytes:
@@ -411,6 +437,11 @@ def extent_key(extent_id: int) -> bytes:
 
 def references_key(extent_id: int) -> bytes:
     return KEY.pack(TABLE_EXTENTS, extent_id, ItemKind.REFERENCES, 0)
+
+
+def summary_key(ino: int) -> bytes:
+    """An inode as it was when its data was carried forward: for fsck, not for the index."""
+    return KEY.pack(TABLE_SUMMARIES, ino, ItemKind.SUMMARY, 0)
 
 
 def key_slot(key: bytes) -> int:
@@ -568,6 +599,24 @@ class Extent:
 REFERENCES = struct.Struct("<I")
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Inodes that there are, and directories that were ever made."""
+
+    inodes: int = 0
+    directories_made: int = 0
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQ")
+
+    def pack(self) -> bytes:
+        return self.STRUCT.pack(self.inodes, self.directories_made)
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Counts:
+        """Raises FormatError on a wrong length."""
+        return cls(*_fields(cls.STRUCT, value))
+
+
 def pack_items(items: list[Item]) -> bytes:
     """Key, length, value; a tombstone has the length 2^32 - 1 and no value."""
     parts = []
@@ -598,6 +647,95 @@ def unpack_items(data: bytes) -> list[Item]:
 
 
 ITEM_OVERHEAD = _ITEM_HEAD.size
+
+
+# -- checkpoints: nodes of B-trees, the bitmap of live blocks, and what points to them
+
+
+class TreeNode:
+    """A node of a B-tree, searched as it lies: keys of one size, ends of values, values.
+
+    A leaf (level 0) holds items; above it, a value is the Pointer of a child and its key
+    the lowest key below that child.
+    """
+
+    __slots__ = ("_data", "_ends", "_values_at", "count", "level")
+
+    HEAD: ClassVar[struct.Struct] = struct.Struct("<B3xI")
+
+    def __init__(self, data: bytes) -> None:
+        """Raises FormatError when the bytes are no node."""
+        self.level, self.count = _fields(self.HEAD, data, rest=True)
+        self._data = data
+        ends_at = self.HEAD.size + self.count * KEY.size
+        self._values_at = ends_at + 4 * self.count
+        if len(data) < self._values_at:
+            raise FormatError("a node of the index is cut")
+        self._ends = memoryview(data)[ends_at : self._values_at].cast("I")
+        if self.count and self._values_at + self._ends[-1] != len(data):
+            raise FormatError("a node of the index is cut")
+
+    @classmethod
+    def pack(cls, level: int, items: list[tuple[bytes, bytes]]) -> bytes:
+        ends = accumulate(len(value) for _, value in items)
+        return b"".join(
+            (
+                cls.HEAD.pack(level, len(items)),
+                *(key for key, _ in items),
+                struct.pack(f"<{len(items)}I", *ends),
+                *(value for _, value in items),
+            )
+        )
+
+    def key(self, number: int) -> bytes:
+        at = self.HEAD.size + number * KEY.size
+        return self._data[at : at + KEY.size]
+
+    def value(self, number: int) -> bytes:
+        start = self._ends[number - 1] if number else 0
+        return self._data[self._values_at + start : self._values_at + self._ends[number]]
+
+    def items(self) -> list[tuple[bytes, bytes]]:
+        return [(self.key(number), self.value(number)) for number in range(self.count)]
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+
+NODE_ITEM_OVERHEAD = KEY.size + 4
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The index as it was at one moment: two roots, what the nodes below take on the
+    device in bytes, and the bitmap in parts of BITMAP_PART of the ring each."""
+
+    names: Pointer = Pointer()
+    extents: Pointer = Pointer()
+    node_bytes: int = 0
+    bitmap: tuple[Pointer, ...] = ()
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<28s28sQI")
+
+    def pack(self) -> bytes:
+        head = self.STRUCT.pack(
+            self.names.pack(), self.extents.pack(), self.node_bytes, len(self.bitmap)
+        )
+        return head + b"".join(pointer.pack() for pointer in self.bitmap)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Checkpoint:
+        """Raises FormatError on a wrong length."""
+        names, extents, node_bytes, count = _fields(cls.STRUCT, data, rest=True)
+        size = Pointer.STRUCT.size
+        if len(data) != cls.STRUCT.size + count * size:
+            raise FormatError("a checkpoint is cut")
+        starts = range(cls.STRUCT.size, len(data), size)
+        bitmap = tuple(Pointer.unpack(data[start : start + size]) for start in starts)
+        return cls(Pointer.unpack(names), Pointer.unpack(extents), node_bytes, bitmap)
+
+
+BITMAP_PART = 1024 * 1024 * 1024
 
 
 # -- the operation log in tmpfs -----------------------------------------------

@@ -1,60 +1,127 @@
 """The index: ordered items, those that the ring holds and those on their way there.
 
-`committed` items are what the frames on the device add up to, no more: that is
-what a checkpoint describes. Changes of operations that are answered but not yet in
-the ring lie above them. A batch is sealed (its changes become the items of one
-commit unit) and later committed (its frames are on the device).
+Three layers, the newest on top. `pending`: changes of operations that are answered
+but not yet in the ring; a batch is sealed (its changes become the items of one commit
+unit) and later committed (its frames are on the device). `recent`: what was committed
+since the last checkpoint. Below them the B-trees of that checkpoint, on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 from sortedcontainers import SortedDict
 
-from kvfs.engine.format import ITEM_OVERHEAD, KIND_BYTE, Item, ItemKind
+from kvfs.engine import btree
+from kvfs.engine.btree import NODE_SIZE, Change, Rewrite
+from kvfs.engine.format import (
+    ITEM_OVERHEAD,
+    KEY_END,
+    TABLE_EXTENTS,
+    Checkpoint,
+    Item,
+    Pointer,
+    round_up,
+)
 from kvfs.engine.io import Step
+from kvfs.engine.nodecache import NodeCache
 
-_KEY_END = b"\xff" * 18
+_EXTENTS_START = bytes([TABLE_EXTENTS])
 
 
 @dataclass(slots=True)
 class Index:
-    """Items by key, newest first. `get` and `scan` are steps: an index that lies on
-    the device has to wait for nodes."""
+    """Items by key, newest first. `get` and `scan` are steps: they may wait for nodes."""
 
-    _committed: SortedDict[bytes, bytes] = field(default_factory=SortedDict)
+    nodes: NodeCache
+    checkpoint: Checkpoint
+    _recent: SortedDict[bytes, bytes | None] = field(default_factory=SortedDict)
     _pending: SortedDict[bytes, tuple[int, bytes | None]] = field(default_factory=SortedDict)
     _open: dict[bytes, bytes | None] = field(default_factory=dict)
     _batch: int = 0
-    inodes: int = 0
-    size: int = 0  # bytes of the committed items as a checkpoint packs them
+    _moved: set[bytes] = field(default_factory=set)
+    _recent_bytes: int = 0
+    _pending_bytes: int = 0
+
+    # -- looking
 
     def get(self, key: bytes) -> Step[bytes | None]:
-        if key in self._pending:
-            pending: tuple[int, bytes | None] = self._pending[key]
-            return pending[1]
-        return self.committed(key)
-        yield
+        """The value as it is when this returns. Raises OSError EIO."""
+        while True:
+            pending = self._pending.get(key)
+            if pending is not None:
+                value: bytes | None = pending[1]
+                return value
+            root = self._root(key)
+            value = yield from self.committed(key)
+            if root == self._root(key) and key not in self._pending:
+                return value
 
-    def scan(self, low: bytes, high: bytes = _KEY_END, limit: int = 1 << 62) -> Step[list[Item]]:
-        """The items with low <= key <= high, in order, at most `limit`."""
+    def committed(self, key: bytes) -> Step[bytes | None]:
+        """The value as far as it is in the ring. Raises OSError EIO."""
+        while True:
+            if key in self._recent:
+                recent: bytes | None = self._recent[key]
+                return recent
+            root = self._root(key)
+            value = yield from btree.get(self.nodes, root, key)
+            if root == self._root(key) and key not in self._recent:
+                return value
+
+    def scan(self, low: bytes, high: bytes = KEY_END, limit: int = 1 << 62) -> Step[list[Item]]:
+        """The items with low <= key <= high, in order, at most `limit`. Both keys are of
+        one table. Raises OSError EIO."""
         found: list[Item] = []
-        for item in self._merged(low, high):
-            found.append(item)
-            if len(found) == limit:
-                break
-        return found
-        yield
+        while True:
+            below = yield from self._scan_tree(low, high, limit)
+            is_all = len(below) < limit
+            bound = high if is_all else below[-1][0]
+            for item in self._merged(dict(below), low, bound):
+                found.append(item)
+                if len(found) == limit:
+                    return found
+            if is_all:
+                return found
+            low = bound + b"\0"
+
+    def _scan_tree(self, low: bytes, high: bytes, limit: int) -> Step[list[btree.Entry]]:
+        while True:
+            root = self._root(low)
+            entries = yield from btree.scan(self.nodes, root, low, high, limit)
+            if root == self._root(low):
+                return entries
+
+    def _merged(self, below: dict[bytes, bytes], low: bytes, high: bytes) -> Iterator[Item]:
+        merged: dict[bytes, bytes | None] = dict(below)
+        for key in self._recent.irange(low, high):
+            merged[key] = self._recent[key]
+        for key in self._pending.irange(low, high):
+            merged[key] = self._pending[key][1]
+        for key in sorted(merged):
+            if merged[key] is not None:
+                yield key, merged[key]
+
+    def _root(self, key: bytes) -> Pointer:
+        return self.checkpoint.names if key < _EXTENTS_START else self.checkpoint.extents
+
+    # -- changing
 
     def put(self, key: bytes, value: bytes) -> None:
-        self._open[key] = value
-        self._pending[key] = (self._batch, value)
+        self._change(key, value)
 
     def delete(self, key: bytes) -> None:
-        self._open[key] = None
-        self._pending[key] = (self._batch, None)
+        self._change(key, None)
+
+    def _change(self, key: bytes, value: bytes | None) -> None:
+        self._open[key] = value
+        self._forget_pending(key)
+        self._pending[key] = (self._batch, value)
+        self._pending_bytes += len(value or b"")
+
+    def _forget_pending(self, key: bytes) -> None:
+        old = self._pending.pop(key, None)
+        self._pending_bytes -= len(old[1] or b"") if old else 0
 
     @property
     def has_changes(self) -> bool:
@@ -72,49 +139,73 @@ class Index:
         for key, _ in items:
             pending = self._pending.get(key)
             if pending is not None and pending[0] <= batch:
-                del self._pending[key]
+                self._forget_pending(key)
 
     def apply(self, items: list[Item]) -> None:
         """Change the committed items: a commit unit is in the ring, or was replayed."""
         for key, value in items:
-            old = self._committed.pop(key, None)
-            if old is not None:
-                self._count(key, old, -1)
-            if value is not None:
-                self._committed[key] = value
-                self._count(key, value, 1)
+            old = self._recent.pop(key, None)
+            self._recent_bytes -= len(old or b"")
+            self._recent[key] = value
+            self._recent_bytes += len(value or b"")
 
-    def _count(self, key: bytes, value: bytes, sign: int) -> None:
-        self.size += sign * (ITEM_OVERHEAD + len(value))
-        self.inodes += sign * (key[KIND_BYTE] == ItemKind.INODE)
+    # -- checkpoints
 
-    def committed(self, key: bytes) -> bytes | None:
-        value: bytes | None = self._committed.get(key)
-        return value
+    @property
+    def changes(self) -> int:
+        """Items that the next checkpoint has to bring into the trees, at most."""
+        return len(self._recent) + len(self._pending) + len(self._moved)
 
-    def snapshot(self) -> list[tuple[bytes, bytes]]:
-        """All committed items, in order."""
-        return list(self._committed.items())
+    @property
+    def checkpoint_size_max(self) -> int:
+        """Bytes that the nodes of the next checkpoint take in the ring, at most. Each
+        change rewrites a leaf at most, and all changes together at most all nodes."""
+        rewritten = min(2 * self.changes * round_up(NODE_SIZE), self.checkpoint.node_bytes)
+        added = self._recent_bytes + self._pending_bytes + self.changes * ITEM_OVERHEAD
+        return (rewritten + added) * 5 // 4 + 4 * round_up(NODE_SIZE)
 
-    def __len__(self) -> int:
-        return len(self._committed)
+    def move(self, keys: list[bytes]) -> None:
+        """The next checkpoint writes the nodes anew that lie on the way to these keys."""
+        self._moved.update(keys)
 
-    def _merged(self, low: bytes, high: bytes) -> Iterator[Item]:
-        above = self._pending.irange(low, high)
-        next_above = next(above, None)
-        for key in self._committed.irange(low, high):
-            while next_above is not None and next_above <= key:
-                value = self._pending[next_above][1]
-                if value is not None:
-                    yield next_above, value
-                shadowed = next_above == key
-                next_above = next(above, None)
-                if shadowed:
-                    break
-            else:
-                yield key, self._committed[key]
-        while next_above is not None:
-            value = self._pending[next_above][1]
-            if value is not None:
-                yield next_above, value
-            next_above = next(above, None)
+    def update(self, make: Callable[[], Rewrite]) -> Step[TreeUpdate]:
+        """Bring what is recent into the trees. Nothing may commit meanwhile."""
+        changes: dict[bytes, Change] = {key: (key, btree.Keep.KEEP) for key in self._moved}
+        changes.update((key, (key, value)) for key, value in self._recent.items())
+        ordered = [changes[key] for key in sorted(changes)]
+        names = [change for change in ordered if change[0] < _EXTENTS_START]
+        of_names, of_extents = make(), make()
+        after = replace(
+            self.checkpoint,
+            names=(yield from of_names.run(self.checkpoint.names, names)),
+            extents=(yield from of_extents.run(self.checkpoint.extents, ordered[len(names) :])),
+        )
+        update = TreeUpdate(
+            after,
+            replaced=[*of_names.replaced, *of_extents.replaced],
+            written=[*of_names.written, *of_extents.written],
+        )
+        update.count_bytes()
+        return update
+
+    def checkpointed(self, checkpoint: Checkpoint) -> None:
+        """The trees hold everything that was committed."""
+        self.checkpoint = checkpoint
+        self._recent = SortedDict()
+        self._moved = set()
+        self._recent_bytes = 0
+
+
+@dataclass(slots=True)
+class TreeUpdate:
+    """New roots, the nodes that they replace, and those that were written."""
+
+    checkpoint: Checkpoint
+    replaced: list[Pointer]
+    written: list[Pointer]
+
+    def count_bytes(self) -> None:
+        change = sum(round_up(node.stored) for node in self.written)
+        change -= sum(round_up(node.stored) for node in self.replaced)
+        node_bytes = self.checkpoint.node_bytes + change
+        self.checkpoint = replace(self.checkpoint, node_bytes=node_bytes)

@@ -9,6 +9,7 @@ the mount's loop by parking the task.
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable
@@ -49,6 +50,9 @@ class Completion(Generic[T]):
             callback()
         self._callbacks.clear()
 
+
+# Errors that do not come from what was seen of the state.
+_FINAL = (errno.EIO, errno.ENOSPC)
 
 Step = Generator[Completion[Any], None, T]
 
@@ -160,3 +164,24 @@ def run(step: Step[T]) -> T:
         result: T = stop.value
         return result
     raise RuntimeError("the step waits for something that nobody will finish")
+
+
+def settled(make: Callable[[], Step[T]]) -> Step[T]:
+    """Run a step again until it goes through without waiting, so that all it saw, and
+    failed for, is the state of one moment. What it loads has to stay in memory."""
+    while True:
+        step, waited = make(), False
+        try:
+            while True:
+                completion = next(step)
+                waited = True
+                yield completion
+        except StopIteration as stop:
+            if not waited:
+                result: T = stop.value
+                return result
+        except OSError as failure:
+            if not waited or failure.errno in _FINAL:
+                raise
+        finally:
+            step.close()

@@ -1,28 +1,25 @@
 """Checkpoint and replay: the state of the index on the device, and what came after.
 
-A checkpoint is all items in key order, in chunks that are records of ordinary
-frames; one more record lists the chunks, and the superblock points to that one.
-Replay applies the frames behind it, one commit unit after the other, and ends at
-the first frame that is not whole.
+A checkpoint is the roots of the index's trees and the bitmap of live blocks, in a
+record that the superblock points to. Replay applies the frames behind it, one commit
+unit after the other, and ends at the first frame that is not whole.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvfs.engine import codec
-from kvfs.engine.buffers import aligned
-from kvfs.engine.codec import Codec, Layout
+from kvfs.engine import metadata
 from kvfs.engine.device import Device, read_bytes
 from kvfs.engine.format import (
     BLOCK,
-    ITEM_OVERHEAD,
     KEY,
     NO_SEGMENT,
+    TABLE_SUMMARIES,
+    Checkpoint,
     Extent,
     FormatError,
     FrameFlag,
@@ -35,19 +32,12 @@ from kvfs.engine.format import (
     RecordKind,
     Superblock,
     SuperblockFlag,
-    checksum,
     extent_key,
     key_owner,
-    pack_items,
-    round_up,
-    unpack_items,
 )
 from kvfs.engine.index import Index
+from kvfs.engine.io import Step, run
 from kvfs.engine.ring import Frame, Geometry, Ring, read_frame, read_header
-
-CHUNK_SIZE_MAX = 256 * 1024
-_COUNT = struct.Struct("<I")
-
 
 # -- what a commit unit does -----------------------------------------------------
 
@@ -67,98 +57,49 @@ def extent_of(header: FrameHeader, record: RecordHeader) -> Extent:
     )
 
 
-def apply_unit(index: Index, ring: Ring, extents: list[Extent], items: list[Item]) -> None:
-    """Make a commit unit part of the committed state: live, and after a crash."""
+def apply_unit(
+    index: Index, ring: Ring, extents: list[Extent], items: list[Item], dead: list[Extent]
+) -> None:
+    """Make a commit unit part of the committed state: live, and after a crash. `dead` are
+    the extents as they lay before it moved or removed them."""
+    for extent in dead:
+        ring.release(extent.address, extent.stored, ring.position.sequence)
     for extent in extents:
-        _release(index, ring, extent_key(extent.extent_id))
         ring.liveness.mark(extent.address, extent.stored)
         index.apply([(extent_key(extent.extent_id), extent.pack())])
-    for key, value in items:
-        if value is None and KEY.unpack(key)[2] == ItemKind.EXTENT:
-            _release(index, ring, key)
-    index.apply(items)
+    index.apply([item for item in items if item[0][0] != TABLE_SUMMARIES])
 
 
-def _release(index: Index, ring: Ring, key: bytes) -> None:
-    value = index.committed(key)
-    if value is not None:
-        extent = Extent.unpack(key_owner(key), value)
-        ring.release(extent.address, extent.stored, ring.position.sequence)
+def _dead_by(index: Index, extents: list[Extent], items: list[Item]) -> Step[list[Extent]]:
+    """What a unit moves or removes, as the index has it."""
+    keys = [extent_key(extent.extent_id) for extent in extents]
+    keys += [key for key, value in items if value is None and KEY.unpack(key)[2] == ItemKind.EXTENT]
+    dead = []
+    for key in keys:
+        value = yield from index.committed(key)
+        if value is not None:
+            dead.append(Extent.unpack(key_owner(key), value))
+    return dead
 
 
 # -- checkpoint ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedChunk:
-    """A chunk's record, not placed yet, and its stored bytes in whole aligned blocks."""
-
-    record: RecordHeader
-    stored: memoryview
-
-
-def encode_chunks(items: list[tuple[bytes, bytes]], limit: int) -> list[EncodedChunk]:
-    """All items in key order as chunks of at most `limit` bytes, or of one item. Runs in
-    a thread."""
-    chunks: list[EncodedChunk] = []
-    group: list[Item] = []
-    size = 0
-    for key, value in items:
-        taken = ITEM_OVERHEAD + len(value)
-        if group and size + taken > limit:
-            chunks.append(_encode(RecordKind.INDEX, pack_items(group)))
-            group, size = [], 0
-        group.append((key, value))
-        size += taken
-    if group:
-        chunks.append(_encode(RecordKind.INDEX, pack_items(group)))
-    return chunks
-
-
-def encode_root(pointers: list[Pointer]) -> EncodedChunk:
-    """The record that lists the chunks."""
-    body = _COUNT.pack(len(pointers)) + b"".join(pointer.pack() for pointer in pointers)
-    return _encode(RecordKind.CHECKPOINT, body)
-
-
-def pointer_to(header: FrameHeader, record: RecordHeader) -> Pointer:
-    return Pointer(
-        header.address + record.payload, record.stored, record.size, record.codec, record.checksum
-    )
-
-
-def _encode(kind: RecordKind, body: bytes) -> EncodedChunk:
-    packed = codec.encode(Codec.ZSTD, Layout(), memoryview(body))
-    used, stored = (Codec.NONE, body) if packed is None else (Codec.ZSTD, packed)
-    record = RecordHeader(
-        kind, used, 1, 0, 0, 0, 0, len(body), len(stored), 0, checksum(stored)
-    )  # fmt: skip
-    padded = aligned(round_up(len(stored)))
-    padded[: len(stored)] = stored
-    return EncodedChunk(record, padded)
-
-
-def read_checkpoint(device: Device, pointer: Pointer) -> tuple[list[Item], list[Pointer]]:
-    """Its items and the places it takes. Raises FormatError, OSError."""
+def read_checkpoint(device: Device, pointer: Pointer, ring: Ring) -> Checkpoint:
+    """Also loads the bitmap of live blocks. Raises FormatError, OSError."""
     if pointer.stored == 0:
-        return [], []
-    root = _read_pointer(device, pointer)
-    count = int.from_bytes(root[: _COUNT.size], "little")
-    size = Pointer.STRUCT.size
-    if len(root) != _COUNT.size + count * size:
-        raise FormatError("the checkpoint's list of chunks is cut")
-    pointers = [Pointer.unpack(root[at : at + size]) for at in range(_COUNT.size, len(root), size)]
-    items = [item for chunk in pointers for item in unpack_items(_read_pointer(device, chunk))]
-    return items, [pointer, *pointers]
-
-
-def _read_pointer(device: Device, pointer: Pointer) -> bytes:
-    stored = read_bytes(device, pointer.address, round_up(pointer.stored))[: pointer.stored]
-    if checksum(stored) != pointer.checksum:
-        raise FormatError(f"checkpoint checksum mismatch at byte {pointer.address}")
-    out = bytearray(pointer.size)
-    codec.decode(pointer.codec, 1, stored, memoryview(out))
-    return bytes(out)
+        return Checkpoint()
+    checkpoint = Checkpoint.unpack(metadata.read(device, pointer))
+    liveness = ring.liveness
+    for part, place in enumerate(checkpoint.bitmap):
+        if place.stored:
+            liveness.load_part(part, metadata.read(device, place))
+    liveness.changed.clear()
+    # They were written after the parts of the bitmap that tell of them.
+    for place in (pointer, *checkpoint.bitmap):
+        if place.stored and not liveness.is_live(place.address):
+            liveness.mark(place.address, place.stored)
+    return checkpoint
 
 
 # -- replay ----------------------------------------------------------------------
@@ -184,7 +125,7 @@ def replay(device: Device, ring: Ring, index: Index, superblock: Superblock) -> 
         unit.append(frame)
         end = ring.position_after(frame.header)
         if not frame.header.flags & FrameFlag.CONTINUES:
-            _redo(index, ring, unit)
+            run(_redo(index, ring, unit))
             operation = frame.header.operation
             frames += len(unit)
             unit = []
@@ -193,7 +134,7 @@ def replay(device: Device, ring: Ring, index: Index, superblock: Superblock) -> 
     return Replayed(operation, frames, damage)
 
 
-def _redo(index: Index, ring: Ring, unit: list[Frame]) -> None:
+def _redo(index: Index, ring: Ring, unit: list[Frame]) -> Step[None]:
     for frame in unit:
         ring.passed(frame.header)
     extents = [
@@ -202,7 +143,9 @@ def _redo(index: Index, ring: Ring, unit: list[Frame]) -> None:
         for record in frame.records
         if record.kind == RecordKind.DATA
     ]
-    apply_unit(index, ring, extents, [item for frame in unit for item in frame.items])
+    items = [item for frame in unit for item in frame.items]
+    dead = yield from _dead_by(index, extents, items)
+    apply_unit(index, ring, extents, items, dead)
 
 
 def _frames(device: Device, ring: Ring, superblock: Superblock) -> Iterator[Frame]:

@@ -5,28 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, Layout
-from kvfs.engine.format import (
-    ROOT_INODE,
-    Extent,
-    Inode,
-    Item,
-    Slice,
-    inode_key,
-    key_slot,
-    map_key,
-    round_up,
-)
+from kvfs.engine.format import ROOT_INODE, Inode, Item, inode_key, round_up
 from kvfs.engine.index import Index
 from kvfs.engine.intervals import Intervals
 from kvfs.engine.io import Step
 
 FILE_SIZE_MAX = 1 << 62
 _TIME_NS_MIN, _TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # the years 1677 to 2262
+_IDLE_LOOKED_AT = 8
 
 Place = tuple[int, int]  # extent id, bytes skipped at its start
 
@@ -39,37 +31,6 @@ def error(number: int, what: bytes | str = "") -> OSError:
 def nearest_time(time_ns: int | None) -> int | None:
     """The nearest time that an inode can hold, as Linux does it; None stays None."""
     return None if time_ns is None else min(max(time_ns, _TIME_NS_MIN), _TIME_NS_MAX)
-
-
-@dataclass(slots=True)
-class NewExtent:
-    """An extent that is not in the ring yet: its bytes are the pieces, in order."""
-
-    extent_id: int
-    ino: int
-    session_id: int
-    offset: int
-    size: int
-    pieces: list[Kept]
-    choice: CodecChoice
-    layout: Layout
-
-
-@dataclass(frozen=True, slots=True)
-class Hole:
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A part of a file that is `length` bytes of an extent in the ring, from `skew` on."""
-
-    extent: Extent
-    skew: int
-    length: int
-
-
-Part = memoryview | Hole | Stored
 
 
 def _cut_kept(kept: Kept, start: int, end: int) -> Kept:
@@ -85,15 +46,14 @@ def no_bytes() -> Intervals[Kept]:
 
 
 @dataclass(slots=True)
-class Node:
-    """An inode in use.
+class Content:
+    """What a regular file is made of.
 
     `map` is what lies in the ring or is sealed, `dirty` what was written since the last
     seal. `uses` counts the slices of each extent in the map; `unsaved` is the size of
     what has no place in the ring yet.
     """
 
-    inode: Inode
     map: Intervals[Place] = field(default_factory=lambda: Intervals(_cut_place))
     uses: Counter[int] = field(default_factory=Counter)
     dirty: Intervals[Kept] = field(default_factory=no_bytes)
@@ -101,7 +61,16 @@ class Node:
     layout: Layout = field(default_factory=Layout)
     codec_version: int = -1
     unsaved: int = 0
-    pins: int = 0
+
+
+@dataclass(slots=True)
+class Node:
+    """An inode in use. `content` is loaded when it is needed; `batches` counts the
+    sealed batches, not committed yet, that speak of it."""
+
+    inode: Inode
+    content: Content | None = None
+    batches: int = 0
 
     @property
     def is_directory(self) -> bool:
@@ -110,30 +79,49 @@ class Node:
     @property
     def taken(self) -> int:
         """Bytes that it takes on the device, what is not there yet included."""
-        return self.inode.stored + round_up(self.unsaved)
+        unsaved = 0 if self.content is None else self.content.unsaved
+        return self.inode.stored + round_up(unsaved)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is lost when it is forgotten."""
+        content = self.content
+        return not self.batches and (content is None or not (content.unsaved or content.dirty))
 
 
 class Nodes:
-    """The nodes in use, and which of them changed since the last seal."""
+    """The nodes in use, and which of them changed since the last seal.
 
-    def __init__(self, index: Index) -> None:
+    At most `limit` nodes and parts of their contents stay in memory, the least recently
+    used go first. `pins` are the inodes that somebody holds, and how often.
+    """
+
+    def __init__(self, index: Index, limit: int) -> None:
         self._index = index
-        self._nodes: dict[int, Node] = {}
+        self._limit = limit
+        self._nodes: OrderedDict[int, Node] = OrderedDict()
         self._touched: dict[int, Node] = {}
+        self.on_forget: Callable[[Node], None] = lambda node: None
+        self.pins: dict[int, int] = {}
+        self.nameless: set[int] = set()
         self.count = 0
 
     def node(self, ino: int) -> Step[Node]:
-        """The node of an inode. Raises ENOENT."""
+        """The node of an inode, as it is now: after a wait it has to be asked for again.
+        Raises ENOENT."""
         node = self._nodes.get(ino)
-        if node is not None:
-            return node
-        value = yield from self._index.get(inode_key(ino))
-        if value is None:
-            raise error(errno.ENOENT)
-        node = Node(Inode.unpack(ino, value))
-        if stat.S_ISREG(node.inode.mode):
-            yield from self._load_map(node)
-        return self._nodes.setdefault(ino, node)
+        if node is None:
+            value = yield from self._index.get(inode_key(ino))
+            node = self._nodes.get(ino)
+            if node is None:
+                if value is None:
+                    raise error(errno.ENOENT)
+                node = self._nodes[ino] = Node(Inode.unpack(ino, value))
+                if node.inode.nlink == 0:
+                    self.nameless.add(ino)
+                self.trim(0)
+        self._nodes.move_to_end(ino)
+        return node
 
     def directory(self, ino: int) -> Step[Node]:
         """A directory that is still there. Raises ENOTDIR, ENOENT."""
@@ -153,6 +141,8 @@ class Nodes:
 
     def add(self, inode: Inode) -> Node:
         node = self._nodes[inode.ino] = Node(inode)
+        if stat.S_ISREG(inode.mode):
+            node.content = Content()
         self.count += 1
         self.touch(node)
         return node
@@ -164,7 +154,21 @@ class Nodes:
         self._index.delete(inode_key(ino))
         self._nodes.pop(ino, None)
         self._touched.pop(ino, None)
+        self.nameless.discard(ino)
         self.count -= 1
+
+    def trim(self, contents: int) -> None:
+        """Forget idle nodes while there are too many, `contents` parts included."""
+        looked_at = 0
+        while len(self._nodes) + contents > self._limit and looked_at < _IDLE_LOOKED_AT:
+            ino, node = next(iter(self._nodes.items()))
+            if ino in self._touched or not node.is_idle:
+                self._nodes.move_to_end(ino)
+                looked_at += 1
+                continue
+            del self._nodes[ino]
+            contents -= len(node.content.uses) if node.content else 0
+            self.on_forget(node)
 
     @property
     def has_changes(self) -> bool:
@@ -176,12 +180,3 @@ class Nodes:
 
     def items(self, inodes: list[Inode]) -> list[Item]:
         return [(inode_key(inode.ino), inode.pack()) for inode in inodes]
-
-    def _load_map(self, node: Node) -> Step[None]:
-        ino = node.inode.ino
-        items = yield from self._index.scan(map_key(ino, 0), map_key(ino, FILE_SIZE_MAX))
-        for key, value in items:
-            assert value is not None
-            part = Slice.unpack(key_slot(key), value)
-            node.map.insert(part.offset, part.end, (part.extent_id, part.skew))
-            node.uses[part.extent_id] += 1

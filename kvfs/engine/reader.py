@@ -21,6 +21,7 @@ from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
 from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
 from kvfs.engine.io import Completion, Executor
+from kvfs.engine.ring import Ring
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +54,9 @@ class ReadErrors:
 class ExtentReader:
     """A bounded cache of decoded extents over the device. `cache_size` in bytes."""
 
-    def __init__(self, device: Device, executor: Executor, cache_size: int) -> None:
+    def __init__(self, device: Device, executor: Executor, ring: Ring, cache_size: int) -> None:
         self._device = device
+        self._ring = ring
         self._executor = executor
         self._chunks_max = max(4, cache_size // EXTENT_SIZE_MAX)
         # A fragmented file is read in many small chunks, which must not take a large
@@ -115,6 +117,7 @@ class ExtentReader:
         scratch = None if raw else self._buffer_for(extents)
         chunk = Chunk(extents, Completion(), buffer)
         work = _ReadChunk(self._device, chunk, buffer if scratch is None else scratch)
+        self._ring.pin(extents[0].address)
         chunk.read = self._executor.submit(work)
         chunk.users += 1
         self._chunks[id(chunk)] = chunk
@@ -132,6 +135,7 @@ class ExtentReader:
         next(pool for pool in self._pools if pool.size == len(buffer)).give(buffer)
 
     def _finished(self, chunk: Chunk, scratch: memoryview | None) -> None:
+        self._ring.unpin(chunk.extents[0].address)
         if scratch is not None:
             self._give(scratch)
         self.errors.checksum += len(chunk.bad)

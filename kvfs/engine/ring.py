@@ -6,6 +6,7 @@ of its own: `append` returns what is to be written and where.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -31,9 +32,6 @@ from kvfs.engine.format import (
 from kvfs.engine.liveness import Liveness
 
 FRAME_SIZE_MAX = 16 * 1024 * 1024
-# Segments that operations of users never get: the next one of the log, and what rm, a
-# checkpoint and cleaning need in order to make room.
-RESERVED_SEGMENTS = 3
 
 
 class RingFull(Exception):
@@ -92,7 +90,8 @@ class Ring:
 
     A segment may be overwritten once it is dead, was dead in the checkpoints of both
     superblock slots (`needed_from` is the older one's replay sequence), and holds no
-    frame that a replay from either would read.
+    frame that a replay from either would read. `unmovable` segments are left as they are:
+    what is live in them could not be found.
     """
 
     geometry: Geometry
@@ -106,6 +105,9 @@ class Ring:
     _died: npt.NDArray[np.int64] = field(init=False)
     _announced: int = field(init=False)
     _free: int | None = None
+    unmovable: set[int] = field(default_factory=set)
+    _emptied: set[int] = field(default_factory=set)
+    _readers: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         count = self.geometry.segment_count
@@ -208,15 +210,31 @@ class Ring:
 
     # -- segments
 
+    def pin(self, address: int) -> None:
+        """A read is under way there: its segment is not overwritten meanwhile."""
+        self._readers[self.geometry.segment(address)] += 1
+
+    def unpin(self, address: int) -> None:
+        segment = self.geometry.segment(address)
+        self._readers[segment] -= 1
+        if not self._readers[segment]:
+            del self._readers[segment]
+            self._free = None
+
     def release(self, address: int, stored: int, needed_until: int) -> None:
         """The blocks of an extent or node are dead: only a checkpoint that replays from
         `needed_until` or before may know them."""
         if self.liveness.clear(address, stored):
             self._died[self.geometry.segment(address)] = needed_until
 
+    def emptied(self, segment: int) -> None:
+        """It was cleaned: the next checkpoint moves what is left of it, which is nodes."""
+        self._emptied.add(segment)
+
     def checkpointed(self, needed_from: int) -> None:
         """Both superblock slots replay from `needed_from` or later."""
         self.needed_from = needed_from
+        self._emptied.clear()
         self._free = None
         self.choose_next()
 
@@ -226,6 +244,23 @@ class Ring:
         if self._free is None:
             self._free = int(np.count_nonzero(self._free_mask()))
         return self._free
+
+    def live_bytes(self, segment: int) -> int:
+        return int(self.liveness.live_blocks[segment]) * BLOCK
+
+    def victim(self) -> int | None:
+        """The segment with the lowest live share, the oldest among equals; None when there
+        is none that cleaning can free."""
+        live = self.liveness.live_blocks
+        candidates = live > 0
+        candidates[[self.position.segment, *self.unmovable, *self._emptied]] = False
+        if self.position.next_segment != NO_SEGMENT:
+            candidates[self.position.next_segment] = False
+        numbers = np.flatnonzero(candidates)
+        if not numbers.size:
+            return None
+        order = np.lexsort((self._last_sequence[numbers], live[numbers]))
+        return int(numbers[order[0]])
 
     @property
     def dead_segments(self) -> int:
@@ -243,6 +278,7 @@ class Ring:
         bound = self.needed_from
         free: npt.NDArray[np.bool_] = self._dead_mask()
         free &= (self._last_sequence < bound) & (self._died < bound)
+        free[list(self._readers)] = False
         return free
 
 
@@ -270,6 +306,20 @@ def read_header(ring: Ring, device: Device, segment: int, offset: int) -> FrameH
 def read_frame(device: Device, header: FrameHeader) -> Frame:
     """The frame with this header, all of its checksums verified. Raises FormatError."""
     data = read_bytes(device, header.address, header.frame_length)
+    records, items = _table(header, data)
+    for record in records:
+        end = record.payload + record.stored
+        if checksum(data[record.payload : end]) != record.checksum:
+            raise FormatError("payload checksum mismatch")
+    return Frame(header, records, items)
+
+
+def read_table(device: Device, header: FrameHeader) -> tuple[list[RecordHeader], list[Item]]:
+    """Records and items of a frame, without its payloads. Raises FormatError, OSError."""
+    return _table(header, read_bytes(device, header.address, header.head_length))
+
+
+def _table(header: FrameHeader, data: memoryview) -> tuple[list[RecordHeader], list[Item]]:
     records_end = FrameHeader.SIZE + header.record_count * RecordHeader.SIZE
     table_end = records_end + header.item_bytes
     if checksum(data[FrameHeader.SIZE : table_end]) != header.table_checksum:
@@ -282,6 +332,4 @@ def read_frame(device: Device, header: FrameHeader) -> Frame:
         end = record.payload + record.stored
         if not header.head_length <= record.payload <= end <= header.frame_length:
             raise FormatError("a record lies outside of its frame")
-        if checksum(data[record.payload : end]) != record.checksum:
-            raise FormatError("payload checksum mismatch")
-    return Frame(header, records, unpack_items(bytes(data[records_end:table_end])))
+    return records, unpack_items(bytes(data[records_end:table_end]))

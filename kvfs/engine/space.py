@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 from kvfs.engine import ops
 from kvfs.engine.format import BLOCK, NO_SEGMENT, round_up
 from kvfs.engine.index import Index
-from kvfs.engine.ring import RESERVED_SEGMENTS, Ring
+from kvfs.engine.ring import Ring
 
 _OPERATION_COST = 4096
-# Whole checkpoints: those of both superblock slots, and a new one.
-_CHECKPOINTS = 3
+# The record that the superblock points to, in a frame of its own.
+_EMPTY_CHECKPOINT = 16 * BLOCK
+_FREE_SHARE = 32
+# Of so many parts of the ring, one more is kept for cleaning.
+_OVERPROVISION_OF = 15
+
+
+class Purpose(IntEnum):
+    """What space is wanted for, and how many segments that leaves alone: for rm, for
+    cleaning and the checkpoints that make room, for the log to go on."""
+
+    STORE = 4
+    REMOVE = 2
+    CLEAN = 0
 
 
 def cost(op: ops.Operation) -> int:
-    """The bytes of the ring that an operation may take, at most: in its own frame, and
-    its items in the checkpoints. What it frees is not counted."""
+    """The bytes of the ring that an operation may take in its own frame, at most. What it
+    frees is not counted, nor what it adds to the next checkpoint."""
     match op:
         case ops.Write():
             return _OPERATION_COST + round_up(op.length) + 2 * BLOCK
         case ops.SetXattr():
-            return _OPERATION_COST + (1 + _CHECKPOINTS) * len(op.value)
+            return _OPERATION_COST + len(op.value)
         case ops.Create():
-            return _OPERATION_COST + (1 + _CHECKPOINTS) * len(op.target)
+            return _OPERATION_COST + len(op.target)
         case ops.Rename():
             return 2 * _OPERATION_COST
     return _OPERATION_COST
@@ -31,13 +44,11 @@ def cost(op: ops.Operation) -> int:
 
 @dataclass(slots=True)
 class Space:
-    """The ring's bytes as they can be promised. `extent_max` is the longest extent,
-    `held` what the checkpoints of both superblock slots take: their part of the reserve."""
+    """The ring's bytes as they can be promised. `extent_max` is the longest extent."""
 
     ring: Ring
     index: Index
     extent_max: int
-    held: int = 0
 
     @property
     def usable_segment(self) -> int:
@@ -46,25 +57,49 @@ class Space:
 
     @property
     def total(self) -> int:
-        """What an empty ring can take."""
-        geometry = self.ring.geometry
-        others = geometry.segment_count - RESERVED_SEGMENTS - 1
-        return others * self.usable_segment + geometry.segment_size - BLOCK
+        """What the ring is meant to take: less than it could, so that cleaning always finds
+        segments that are partly dead."""
+        segments = self.ring.geometry.segment_count - Purpose.STORE
+        return segments * self.usable_segment * _OVERPROVISION_OF // (_OVERPROVISION_OF + 1)
 
-    def left(self, promised: int, *, frees: bool) -> int:
-        """Bytes that operations may still be promised. What makes room may use the reserve."""
+    def has_room(self, charge: int, promised: int, purpose: Purpose) -> bool:
+        """Whether so many bytes can be promised now."""
+        enough = self.is_enough(charge, promised, purpose)
+        return enough and self.left(promised, purpose) >= charge
+
+    def is_enough(self, charge: int, promised: int, purpose: Purpose) -> bool:
+        """Whether cleaning makes room for so much. What makes room itself is always tried."""
+        return purpose != Purpose.STORE or self.left_after_cleaning(promised) >= charge
+
+    def left(self, promised: int, purpose: Purpose) -> int:
+        """Bytes of free segments, less what is promised and reserved."""
         ring = self.ring
-        segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT)
-        checkpoint = self._checkpoint_size
-        reserve = max(checkpoint, _CHECKPOINTS * checkpoint - self.held)
-        if not frees:
-            reserve += RESERVED_SEGMENTS * self.usable_segment
-        return max(0, ring.room) + segments * self.usable_segment - promised - reserve
+        segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT) - purpose
+        return max(0, ring.room) + segments * self.usable_segment - promised - self._reserve
+
+    def left_after_cleaning(self, promised: int) -> int:
+        """Bytes that could be promised if all live blocks lay side by side."""
+        live = self.ring.liveness.live_bytes
+        return self.total - live - promised - self._reserve
 
     @property
-    def _checkpoint_size(self) -> int:
-        """What a checkpoint takes, at most: its chunks are rounded up to whole blocks."""
-        return self.index.size * 17 // 16 + 2 * BLOCK
+    def is_short(self) -> bool:
+        """Whether so few segments are free that cleaning should not wait until none is."""
+        segments = self.ring.geometry.segment_count
+        return self.ring.free_segments < Purpose.STORE + max(2, segments // _FREE_SHARE)
+
+    @property
+    def is_worth_cleaning(self) -> bool:
+        """Whether some segment is mostly dead."""
+        victim = self.ring.victim()
+        return victim is not None and self.ring.live_bytes(victim) < self.usable_segment * 3 // 4
+
+    @property
+    def _reserve(self) -> int:
+        """The next checkpoint, and two without changes: what is dead becomes free when
+        both superblock slots have moved on."""
+        unchanged = self.ring.liveness.stored_max + _EMPTY_CHECKPOINT
+        return self.index.checkpoint_size_max + 2 * unchanged
 
     @property
     def reclaimable(self) -> int:

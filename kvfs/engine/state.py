@@ -16,20 +16,26 @@ from operator import itemgetter
 from kvfs.engine import ops
 from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, layout_of
-from kvfs.engine.files import Files
+from kvfs.engine.files import Files, SealedFiles
 from kvfs.engine.format import (
+    DIRECTORIES_PER_GROUP,
     NAME_LENGTH_MAX,
     ROOT_INODE,
+    Counts,
+    Extent,
     Inode,
     Item,
     RecordHeader,
+    counts_key,
+    group_of,
+    inode_number,
     key_owner,
     orphan_key,
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import Step
 from kvfs.engine.names import Names
-from kvfs.engine.nodes import FILE_SIZE_MAX, NewExtent, Node, Nodes, error
+from kvfs.engine.nodes import FILE_SIZE_MAX, Content, Node, Nodes, error
 
 CODEC_XATTR = b"user.kvfs.codec"
 DTYPE_XATTR = b"user.kvfs.dtype"
@@ -44,27 +50,46 @@ Done = Callable[[], "Inode | None"]
 class Sealed:
     """The changes since the last seal, as values: what one commit unit will say.
 
-    `inodes` are those of `nodes` as they were; a node may be dropped since. `freed` names
-    the extents that a file has given up, for its count of blocks.
+    `inodes` are those of `nodes` as they were; a node may be dropped since.
     """
 
     batch: int
     items: list[Item]
     nodes: list[Node]
     inodes: list[Inode]
-    extents: list[NewExtent]
-    freed: list[tuple[int, int]]
+    files: SealedFiles
 
 
 class State:
-    """Everything that operations see and change. Times are ns since the epoch."""
+    """Everything that operations see and change. Times are ns since the epoch.
 
-    def __init__(self, index: Index, hash_key: bytes, extent_max: int) -> None:
+    `extent_max`: no extent is longer, in bytes; `nodes_max`: how many nodes, and parts of
+    files, stay in memory.
+    """
+
+    def __init__(self, index: Index, hash_key: bytes, extent_max: int, nodes_max: int) -> None:
         self._index = index
-        self.nodes = Nodes(index)
+        self.nodes = Nodes(index, nodes_max)
         self.names = Names(index, hash_key)
         self.files = Files(index, self.nodes, extent_max)
         self._codec_version = 0
+        self._directories_made = 0
+        self._counts = Counts()
+
+    def load_counts(self) -> Step[None]:
+        value = yield from self._index.get(counts_key())
+        if value is not None:
+            self._counts = Counts.unpack(value)
+            self.nodes.count = self._counts.inodes
+            self._directories_made = self._counts.directories_made
+
+    def number_for(self, parent: int, mode: int, serial: int) -> int:
+        """An inode number: files lie with their directory, directories with those made at
+        about the same time."""
+        is_directory = stat.S_ISDIR(mode)
+        made = self._directories_made // DIRECTORIES_PER_GROUP
+        group = made if is_directory else group_of(parent)
+        return inode_number(group, serial, is_directory=is_directory)
 
     def make_root(self, uid: int, gid: int, time_ns: int) -> None:
         root = Inode(
@@ -107,12 +132,12 @@ class State:
         raise AssertionError(op)
 
     def _write(self, op: ops.Write, data: Callable[[], Kept]) -> Step[Done]:
-        node = yield from self.nodes.node(op.ino)
-        _refuse_all_but_files(node)
+        node = yield from self.files.node(op.ino)
+        content = _content_of(node)
         if op.offset + op.length > FILE_SIZE_MAX:
             raise error(errno.EFBIG)
-        if node.codec_version != self._codec_version:
-            yield from self._resolve_codec(node)
+        if content.codec_version != self._codec_version:
+            yield from self._resolve_codec(op.ino, content)
 
         def done() -> Inode:
             self.files.write(node, op.offset, data())
@@ -138,6 +163,7 @@ class State:
                 self.names.put_symlink(op.ino, op.target)
             self._put_name(slot, parent, inode, op.name, op.time_ns)
             parent.inode.nlink += is_directory
+            self._directories_made += is_directory
             return inode
 
         return done
@@ -258,7 +284,8 @@ class State:
     def _set_attributes(self, op: ops.SetAttributes) -> Step[Done]:
         node = yield from self.nodes.node(op.ino)
         if op.size is not None:
-            _refuse_all_but_files(node)
+            node = yield from self.files.node(op.ino)
+            _content_of(node)
             if not 0 <= op.size <= FILE_SIZE_MAX:
                 raise error(errno.EFBIG)
 
@@ -308,7 +335,7 @@ class State:
         return done
 
     def _drop(self, op: ops.Drop) -> Step[Done]:
-        node = yield from self.nodes.node(op.ino)
+        node = yield from self.files.node(op.ino)
         belongings = yield from self.names.belongings(op.ino)
         assert node.inode.nlink == 0, "an inode with names is not dropped"
 
@@ -345,6 +372,7 @@ class State:
         node.inode.ctime_ns = time_ns
         if node.inode.nlink == 0:
             self._index.put(orphan_key(node.inode.ino), b"")
+            self.nodes.nameless.add(node.inode.ino)
         self.nodes.touch(node)
 
     def _xattr_changed(self, node: Node, name: bytes, time_ns: int) -> None:
@@ -352,23 +380,23 @@ class State:
         node.inode.ctime_ns = time_ns
         self.nodes.touch(node)
 
-    def _resolve_codec(self, node: Node) -> Step[None]:
+    def _resolve_codec(self, ino: int, content: Content) -> Step[None]:
         """The codec that a file asks for: its own, else the nearest directory's."""
-        version, ino = self._codec_version, node.inode.ino
+        version = self._codec_version
         dtype = yield from self.names.xattr(ino, DTYPE_XATTR)
         shape = yield from self.names.xattr(ino, SHAPE_XATTR)
-        node.layout = layout_of(dtype, shape)
-        node.choice = CodecChoice.AUTO
+        content.layout = layout_of(dtype, shape)
+        content.choice = CodecChoice.AUTO
         while True:
             value = yield from self.names.xattr(ino, CODEC_XATTR)
             if value is not None:
-                node.choice = CodecChoice(value.decode())
+                content.choice = CodecChoice(value.decode())
                 break
             above = yield from self._directory_above(ino)
             if above is None:
                 break
             ino = above
-        node.codec_version = version
+        content.codec_version = version
 
     def _directory_above(self, ino: int) -> Step[int | None]:
         """None at the root, and where a file's last name was in a directory that is gone."""
@@ -387,27 +415,37 @@ class State:
 
     def seal(self, new_id: Callable[[], int]) -> Sealed:
         """Everything since the last seal."""
-        extents, freed = self.files.seal(new_id)
+        counts = Counts(self.nodes.count, self._directories_made)
+        if counts != self._counts:
+            self._counts = counts
+            self._index.put(counts_key(), counts.pack())
+        files = self.files.seal(new_id)
         nodes = self.nodes.take_touched()
+        for node in nodes:
+            node.batches += 1
         inodes = [replace(node.inode) for node in nodes]
         batch, items = self._index.seal()
-        return Sealed(batch, items, nodes, inodes, extents, freed)
+        return Sealed(batch, items, nodes, inodes, files)
 
     def placed(self, sealed: Sealed, records: list[RecordHeader]) -> tuple[list[Item], list[int]]:
         """A sealed batch has its place in the ring, after all batches before it. Returns
         all items of its commit unit, and the inodes whose block count changed."""
-        changed = self.files.placed(sealed.extents, sealed.freed, records, sealed.nodes)
+        changed = self.files.placed(sealed.files, records, sealed.nodes)
         for inode, node in zip(sealed.inodes, sealed.nodes, strict=True):
             inode.stored = node.inode.stored
         items = [*sealed.items, *self.nodes.items(sealed.inodes)]
         return sorted(items, key=itemgetter(0)), changed
 
-    def committed(self, sealed: Sealed) -> None:
-        """A sealed batch is in the ring."""
-        self.files.committed(sealed.extents)
+    def committed(self, sealed: Sealed, extents: list[Extent]) -> list[Extent]:
+        """A sealed batch is in the ring, its extents where `extents` says. Returns those
+        that are dead now."""
+        for node in sealed.nodes:
+            node.batches -= 1
+        return self.files.committed(sealed.files, extents)
 
 
-def _refuse_all_but_files(node: Node) -> None:
+def _content_of(node: Node) -> Content:
     """Only regular files have data. Raises EISDIR, EINVAL."""
-    if not stat.S_ISREG(node.inode.mode):
+    if node.content is None:
         raise error(errno.EISDIR if node.is_directory else errno.EINVAL)
+    return node.content

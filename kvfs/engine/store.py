@@ -20,28 +20,25 @@ from kvfs.engine.assembly import Assembler
 from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
+from kvfs.engine.files import Part, Stored
 from kvfs.engine.format import (
     EXTENT_SIZE_MAX,
-    KIND_BYTE,
     ROOT_INODE,
     Dentry,
     Extent,
     FormatError,
     Inode,
-    ItemKind,
-    Pointer,
     Superblock,
     SuperblockFlag,
-    key_owner,
-    round_up,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.io import DeadlineExceeded, Executor, Step, run, wait_all
-from kvfs.engine.nodes import Node, Part, Stored, error, nearest_time
+from kvfs.engine.io import DeadlineExceeded, Executor, InlineExecutor, Step, run, settled, wait_all
+from kvfs.engine.nodecache import NodeCache
+from kvfs.engine.nodes import Node, error, nearest_time
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.ring import Geometry, Ring
-from kvfs.engine.space import Space, cost
-from kvfs.engine.state import CODEC_XATTR, State
+from kvfs.engine.space import Purpose, Space, cost
+from kvfs.engine.state import CODEC_XATTR, Done, State
 from kvfs.engine.superblocks import read_superblocks, write_superblock
 from kvfs.engine.writer import ID_WINDOW, Counters, Writer
 
@@ -58,11 +55,18 @@ _FRACTION_OF_SEGMENT = 8  # an extent is at most this part of a segment
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """Limits of a mounted store. Sizes in bytes, times in seconds."""
+    """Limits of a mounted store. Sizes in bytes, times in seconds.
+
+    `cache_size` is for file data, `index_cache_size` for nodes of the index; `nodes_max`
+    counts inodes and extents in use; `checkpoint_changes` items of the index.
+    """
 
     cache_size: int = 128 * 1024 * 1024
+    index_cache_size: int = 32 * 1024 * 1024
+    nodes_max: int = 40_000
     checkpoint_seconds: float = 300.0
     checkpoint_bytes: int = 1024 * 1024 * 1024
+    checkpoint_changes: int = 100_000
     uid: int = field(default_factory=os.geteuid)
     gid: int = field(default_factory=os.getegid)
 
@@ -93,14 +97,13 @@ class Store:
         self._buffer = buffer
         self._options = options
         self._state = loaded.state
-        held = sum(round_up(pointer.stored) for pointer in loaded.checkpoint_places)
-        self._space = Space(loaded.ring, loaded.index, loaded.extent_max, held)
+        self._space = Space(loaded.ring, loaded.index, loaded.extent_max)
         self._writer = Writer(
             device, executor, buffer, loaded.ring, loaded.index, loaded.state, self._space,
-            superblock, loaded.operation, loaded.checkpoint_places, lambda inodes: None,
+            superblock, loaded.operation, lambda inodes: None,
         )  # fmt: skip
         self._writer.counters.replayed_frames = loaded.frames
-        self._reader = ExtentReader(device, executor, options.cache_size)
+        self._reader = ExtentReader(device, executor, loaded.ring, options.cache_size)
         self._assembler = Assembler(self._reader)
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None
@@ -114,7 +117,7 @@ class Store:
         name: str,
         executor: Executor,
         buffer: Buffer,
-        options: StoreOptions | None = None,
+        options: StoreOptions = StoreOptions(),
     ) -> Store:
         """Read the checkpoint, replay the ring and then the buffer. Waits in place.
 
@@ -123,16 +126,18 @@ class Store:
         """
         superblocks = read_superblocks(device, name)
         try:
-            loaded = _load(device, name, superblocks.newest)
-        except FormatError as fault:
-            raise DeviceError(f"{name}: {fault}; the index cannot be read") from None
-        store = cls(device, executor, buffer, options or StoreOptions(), loaded)
+            loaded = _load(device, name, superblocks.newest, options)
+        except (FormatError, OSError) as fault:
+            reason = getattr(fault, "filename", None) or fault
+            raise DeviceError(f"{name}: {reason}; the index cannot be read") from None
+        store = cls(device, executor, buffer, options, loaded)
         _check_no_log_elsewhere(superblocks.newest, buffer, name)
         store._make_root()
         if not store.read_only:
             if superblocks.one_is_lost:
                 log.warning("%s: one of its two superblocks could not be read", name)
             store._begin(device, loaded.ring)
+        loaded.index.nodes.executor = executor
         return store
 
     def close(self) -> Step[None]:
@@ -208,6 +213,9 @@ class Store:
     def lookup(self, directory: int, name: bytes) -> Step[Node]:
         """Raises ENOENT, ENOTDIR, ENAMETOOLONG. `.` of a file is itself: so the kernel asks
         for what it knows by its number alone."""
+        return settled(lambda: self._lookup(directory, name))
+
+    def _lookup(self, directory: int, name: bytes) -> Step[Node]:
         parent = yield from self._state.nodes.node(directory)
         if name == b".":
             return parent
@@ -273,7 +281,7 @@ class Store:
 
     def usage(self) -> Usage:
         space = self._space
-        free = max(0, space.left(self._writer.promised, frees=False) + space.reclaimable)
+        free = max(0, space.left_after_cleaning(self._writer.promised))
         live = space.ring.liveness.live_bytes
         return Usage(space.total, min(free, space.total), live, self._state.nodes.count)
 
@@ -310,9 +318,8 @@ class Store:
         target: bytes = b"",
     ) -> Step[Node]:
         """A file, directory, symlink or special file, by the type in `mode`."""
-        op = ops.Create(
-            time.time_ns(), parent, name, self._writer.new_id(), mode, uid, gid, rdev, target
-        )
+        ino = self._state.number_for(parent, mode, self._writer.new_id())
+        op = ops.Create(time.time_ns(), parent, name, ino, mode, uid, gid, rdev, target)
         inode = yield from self._perform(op)
         assert inode is not None
         return (yield from self._state.nodes.node(inode.ino))
@@ -339,7 +346,7 @@ class Store:
         exchange: bool = False,
     ) -> Step[None]:
         op = ops.Rename(time.time_ns(), parent, name, new_parent, new_name, replace, exchange)
-        replaced = yield from self._perform(op, frees=True)
+        replaced = yield from self._perform(op, purpose=Purpose.REMOVE)
         if replaced is not None:
             yield from self._drop_if_free(replaced.ino)
 
@@ -355,16 +362,10 @@ class Store:
         mtime_ns: int | None = None,
     ) -> Step[Node]:
         op = ops.SetAttributes(
-            time.time_ns(),
-            ino,
-            mode,
-            uid,
-            gid,
-            size,
-            nearest_time(atime_ns),
-            nearest_time(mtime_ns),
-        )
-        yield from self._perform(op, frees=size is not None)
+            time.time_ns(), ino, mode, uid, gid, size,
+            nearest_time(atime_ns), nearest_time(mtime_ns),
+        )  # fmt: skip
+        yield from self._perform(op, purpose=Purpose.STORE if size is None else Purpose.REMOVE)
         return (yield from self._state.nodes.node(ino))
 
     def write(self, ino: int, offset: int, data: bytes | memoryview) -> Step[int]:
@@ -382,48 +383,61 @@ class Store:
         yield from self._perform(ops.SetXattr(time.time_ns(), ino, name, value))
 
     def remove_xattr(self, ino: int, name: bytes) -> Step[None]:
-        yield from self._perform(ops.RemoveXattr(time.time_ns(), ino, name), frees=True)
+        yield from self._perform(ops.RemoveXattr(time.time_ns(), ino, name), purpose=Purpose.REMOVE)
 
-    def pin(self, ino: int) -> Step[None]:
+    def pin(self, ino: int) -> None:
         """Somebody holds the inode (an open file, the kernel's memory of it)."""
-        (yield from self._state.nodes.node(ino)).pins += 1
+        pins = self._state.nodes.pins
+        pins[ino] = pins.get(ino, 0) + 1
 
-    def unpin(self, ino: int) -> Step[None]:
-        """One holder less; without holders and names the inode is gone."""
-        node = yield from self._state.nodes.node(ino)
-        node.pins -= 1
-        yield from self._drop_if_free(ino)
+    def is_pinned(self, ino: int) -> bool:
+        return ino in self._state.nodes.pins
+
+    def unpin(self, ino: int, count: int = 1) -> Step[None]:
+        """So many holders less; without holders and names the inode is gone."""
+        pins = self._state.nodes.pins
+        left = pins.pop(ino, 0) - count
+        if left > 0:
+            pins[ino] = left
+        else:
+            yield from self._drop_if_free(ino)
 
     def _remove(self, op: ops.Operation) -> Step[int]:
-        inode = yield from self._perform(op, frees=True)
+        inode = yield from self._perform(op, purpose=Purpose.REMOVE)
         assert inode is not None
         yield from self._drop_if_free(inode.ino)
         return inode.ino
 
     def _drop_if_free(self, ino: int) -> Step[None]:
+        nodes = self._state.nodes
+        if ino not in nodes.nameless or ino in nodes.pins or self.read_only:
+            return
         try:
-            node = yield from self._state.nodes.node(ino)
-            if node.inode.nlink == 0 and node.pins == 0 and not self.read_only:
-                yield from self._perform(ops.Drop(time.time_ns(), ino), frees=True)
+            yield from self._perform(ops.Drop(time.time_ns(), ino), purpose=Purpose.REMOVE)
         except (OSError, DeadlineExceeded) as failure:
             # The name is gone all the same; the inode is dropped at the next mount.
             log.info("inode %d is kept for now: %s", ino, failure)
 
     def _drop_orphans(self) -> Step[None]:
         for ino in (yield from self._state.orphans()):
+            yield from self._state.nodes.node(ino)
             yield from self._drop_if_free(ino)
 
     def _perform(
-        self, op: ops.Operation, data: bytes | memoryview = b"", *, frees: bool = False
+        self, op: ops.Operation, data: bytes | memoryview = b"", *, purpose: Purpose = Purpose.STORE
     ) -> Step[Inode | None]:
         writer = self._writer
         writer.check()
         if self.read_only:
             raise error(errno.EROFS)
         charge = cost(op)
-        yield from self._admit(charge, len(data), frees=frees)
         kept = Kept(memoryview(b""), None)
-        done = yield from self._state.prepare(op, lambda: kept)
+
+        def prepared() -> Step[Done]:
+            yield from self._admit(charge, len(data), purpose)
+            return (yield from self._state.prepare(op, lambda: kept))
+
+        done = yield from settled(prepared)
         kept = self._buffer.append(writer.operation + 1, ops.pack(op), data)
         inode = done()
         writer.count(charge, len(data))
@@ -431,29 +445,40 @@ class Store:
 
     # -- admission
 
-    def _admit(self, charge: int, length: int, *, frees: bool) -> Step[None]:
+    def _admit(self, charge: int, length: int, purpose: Purpose) -> Step[None]:
         """Wait until the buffer has room; raise ENOSPC when the ring has not."""
         writer = self._writer
         while writer.unsaved + length > self._unsaved_max() or not self._buffer.has_room(charge):
             if writer.is_idle:
                 raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
             yield from writer.relieve()
-        if self._space.left(writer.promised, frees=frees) < charge:
-            yield from self._make_space(charge, frees=frees)
+        if not self._space.has_room(charge, writer.promised, purpose):
+            yield from self._make_space(charge, purpose)
 
     def _unsaved_max(self) -> int:
         """Dirty bytes are bounded by what the device takes in 5 s."""
         return max(_DIRTY_MIN, int(self._writer.auto.device * _DIRTY_SECONDS))
 
-    def _make_space(self, charge: int, *, frees: bool) -> Step[None]:
-        # What is dead becomes free once both superblock slots have moved on.
+    def _make_space(self, charge: int, purpose: Purpose) -> Step[None]:
+        """Until there is room: write checkpoints (what is dead becomes free once both
+        superblock slots have moved on) and clean. Raises ENOSPC when that does not help."""
         writer, space = self._writer, self._space
         yield from writer.written()
+        if space.reclaimable or writer.index.changes:
+            yield from self._free_what_is_dead()
+        best = -1 << 63
+        while not space.has_room(charge, writer.promised, purpose):
+            left = space.left(writer.promised, purpose)
+            if left <= best or not space.is_enough(charge, writer.promised, purpose):
+                raise error(errno.ENOSPC)
+            best = left
+            yield from writer.clean()
+            yield from self._free_what_is_dead()
+
+    def _free_what_is_dead(self) -> Step[None]:
+        """Both superblock slots move on."""
         for _ in range(2):
-            if space.left(writer.promised, frees=frees) < charge and space.reclaimable:
-                yield from writer.checkpoint()
-        if space.left(writer.promised, frees=frees) < charge:
-            raise error(errno.ENOSPC)
+            yield from self._writer.checkpoint()
 
     # -- durability
 
@@ -465,6 +490,10 @@ class Store:
     def checkpoint(self) -> Step[None]:
         """The index on the device describes everything answered before."""
         return self._writer.checkpoint()
+
+    def clean(self) -> Step[None]:
+        """Carry what is live out of the emptiest segments, at most about a segment of it."""
+        return self._writer.clean()
 
     def tick(self) -> Step[None]:
         """Call about once a second: what is answered is written within 5 s, flushed
@@ -481,7 +510,11 @@ class Store:
             yield from writer.flush()
         written = writer.bytes_since_checkpoint
         due = now - writer.checkpoint_time > options.checkpoint_seconds
-        if (due and written) or written > options.checkpoint_bytes:
+        long = written > options.checkpoint_bytes
+        if (due and written) or long or writer.index.changes > options.checkpoint_changes:
+            yield from writer.checkpoint()
+        if self._space.is_short and self._space.is_worth_cleaning:
+            yield from writer.clean()
             yield from writer.checkpoint()
 
 
@@ -506,31 +539,23 @@ class _Loaded:
     index: Index
     state: State
     extent_max: int
-    checkpoint_places: list[Pointer]
     operation: int
     frames: int
     damage: str | None
 
 
-def _load(device: Device, name: str, superblock: Superblock) -> _Loaded:
+def _load(device: Device, name: str, superblock: Superblock, options: StoreOptions) -> _Loaded:
     """Raises FormatError when the checkpoint is not what was written, OSError."""
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
     ring = Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
-    index = Index()
-    items, places = journal.read_checkpoint(device, superblock.checkpoint)
-    index.apply(items)
-    for pointer in places:
-        ring.liveness.mark(pointer.address, pointer.stored)
-    for key, value in items:
-        if key[KIND_BYTE] == ItemKind.EXTENT and value is not None:
-            extent = Extent.unpack(key_owner(key), value)
-            ring.liveness.mark(extent.address, extent.stored)
+    checkpoint = journal.read_checkpoint(device, superblock.checkpoint, ring)
+    # While the store is opened, reads wait in place.
+    index = Index(NodeCache(device, InlineExecutor(), ring, options.index_cache_size), checkpoint)
     replayed = journal.replay(device, ring, index, superblock)
     extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
-    state = State(index, superblock.hash_key, extent_max)
-    state.nodes.count = index.inodes
+    state = State(index, superblock.hash_key, extent_max, options.nodes_max)
+    run(state.load_counts())
     damage = replayed.damage and f"{name} is damaged: {replayed.damage}; mounted read-only"
     return _Loaded(
-        superblock, ring, index, state, extent_max, places, replayed.operation,
-        replayed.frames, damage,
-    )  # fmt: skip
+        superblock, ring, index, state, extent_max, replayed.operation, replayed.frames, damage
+    )

@@ -14,6 +14,7 @@ from kvfs.engine import codec
 from kvfs.engine.buffer import Kept
 from kvfs.engine.buffers import BufferPool, copy, is_aligned
 from kvfs.engine.codec import AutoCodec, Codec
+from kvfs.engine.extents import NewExtent
 from kvfs.engine.format import (
     ITEM_OVERHEAD,
     Extent,
@@ -26,7 +27,6 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.io import Completion
 from kvfs.engine.journal import extent_of
-from kvfs.engine.nodes import NewExtent
 from kvfs.engine.ring import FRAME_SIZE_MAX, PlacedFrame, Ring, head_size
 from kvfs.engine.state import Sealed, State
 
@@ -186,7 +186,7 @@ def start_encoding(
     the change of threads."""
     if batch.encoding is not None:
         return
-    extents = batch.sealed.extents
+    extents = [known.new for known in batch.sealed.files.extents if known.new is not None]
     batch.arena = Arena.for_extents(extents, pool)
     auto_compresses = bool(extents) and auto.next_batch()
     codecs = [

@@ -12,21 +12,32 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 
-from kvfs.engine import journal
+from kvfs.engine import cleaner, journal, metadata
+from kvfs.engine.btree import Rewrite
 from kvfs.engine.buffer import Buffer
 from kvfs.engine.buffers import BufferPool
+from kvfs.engine.cleaner import LiveRecord
 from kvfs.engine.codec import AutoCodec
 from kvfs.engine.device import Device
-from kvfs.engine.format import BLOCK, Pointer, Superblock, SuperblockFlag, round_up
+from kvfs.engine.format import (
+    BLOCK,
+    Checkpoint,
+    FormatError,
+    Pointer,
+    RecordKind,
+    Superblock,
+    SuperblockFlag,
+)
 from kvfs.engine.index import Index
 from kvfs.engine.io import Completion, Executor, Step, wait, wait_all
+from kvfs.engine.metadata import EncodedRecord
 from kvfs.engine.nodes import error
 from kvfs.engine.ring import PlacedFrame, Ring
-from kvfs.engine.space import Space
+from kvfs.engine.space import Purpose, Space
 from kvfs.engine.state import State
 from kvfs.engine.superblocks import write_superblock
 from kvfs.engine.writeback import (
@@ -43,7 +54,10 @@ from kvfs.engine.writeback import (
 
 log = logging.getLogger(__name__)
 
-ID_WINDOW = 1 << 32
+# So many ids are handed out between two checkpoints, at most.
+ID_WINDOW = 1 << 24
+_METADATA_WRITES_MAX = 8
+_WORTH_CLEANING = 97  # percent of a segment: one with more that is live is left alone
 _BATCH_CHARGE_MAX = 4 * BATCH_SIZE
 _IN_FLIGHT_MAX = 2
 _BANDWIDTH_SAMPLE_MIN = 1024 * 1024
@@ -60,6 +74,8 @@ class Counters:
     frames: int = 0
     flushes: int = 0
     checkpoints: int = 0
+    cleaned_segments: int = 0
+    carried: int = 0
     recovered_operations: int = 0
     replayed_frames: int = 0
 
@@ -87,7 +103,6 @@ class Writer:
     space: Space
     superblock: Superblock
     operation: int
-    checkpoint_places: list[Pointer]
     on_blocks_changed: Callable[[list[int]], None]
 
     def __post_init__(self) -> None:
@@ -107,6 +122,8 @@ class Writer:
         self._working: Completion[None] | None = None
         self._flushing: Completion[None] | None = None
         self._checkpoint: _Checkpoint | None = None
+        self._cleaning: Completion[None] | None = None
+        self._metadata_writes: deque[Completion[None]] = deque()
 
     # -- what the store asks for
 
@@ -213,6 +230,16 @@ class Writer:
         self._start()
         yield from wait(wanted.written)
 
+    def clean(self) -> Step[None]:
+        """Carry what is live out of the segments that are cheapest to empty, at most about
+        a segment of it; two checkpoints later they are free."""
+        self.check()
+        if self._cleaning is None:
+            self._cleaning = Completion()
+        cleaning = self._cleaning
+        self._start()
+        yield from wait(cleaning)
+
     def finished(self) -> Step[None]:
         """Nothing is under way any longer."""
         if self._working is not None:
@@ -227,12 +254,16 @@ class Writer:
     def _work(self) -> Step[None]:
         in_flight: deque[_InFlight] = deque()
         try:
-            while self._sealed or in_flight or self._checkpoint:
+            while self._sealed or in_flight or self._checkpoint or self._cleaning:
                 self.check()
-                if self._sealed and len(in_flight) < _IN_FLIGHT_MAX and not self._checkpoint_due:
+                alone = self._checkpoint_due or self._cleaning is not None
+                if self._sealed and len(in_flight) < _IN_FLIGHT_MAX and not alone:
                     in_flight.append((yield from self._place_next()))
                 elif in_flight:
                     yield from self._commit(in_flight.popleft())
+                elif self._cleaning is not None:
+                    cleaning, self._cleaning = self._cleaning, None
+                    yield from self._clean(cleaning)
                 elif self._checkpoint is not None:
                     wanted, self._checkpoint = self._checkpoint, None
                     yield from self._write_checkpoint(wanted)
@@ -252,7 +283,7 @@ class Writer:
 
     def _encode(self, batch: Batch) -> None:
         if batch.encoding is None:
-            left = self.space.left(self.promised, frees=False)
+            left = self.space.left_after_cleaning(self.promised)
             self.auto.space_is_short = left < self.space.total // _SHORT_OF_SPACE
             start_encoding(batch, self.auto, self._arenas, self.executor.submit)
 
@@ -288,9 +319,9 @@ class Writer:
         yield from wait_all(written.writes)
         self.check()
         batch, placed = written.batch, written.placed
-        journal.apply_unit(self.index, self.ring, placed.extents, placed.items)
+        dead = self.state.committed(batch.sealed, placed.extents)
+        journal.apply_unit(self.index, self.ring, placed.extents, placed.items, dead)
         self.index.settle(batch.sealed.batch, placed.items)
-        self.state.committed(batch.sealed)
         self.buffer.release(batch.operation)
         if batch.arena is not None:
             batch.arena.give_back()
@@ -321,6 +352,65 @@ class Writer:
         if self._checkpoint is not None:
             self._checkpoint.written.finish(error=fault)
             self._checkpoint = None
+        if self._cleaning is not None:
+            self._cleaning.finish(error=fault)
+            self._cleaning = None
+
+    # -- cleaning
+
+    def _clean(self, cleaning: Completion[None]) -> Step[None]:
+        try:
+            room = self.space.usable_segment * _WORTH_CLEANING // 100
+            while (victim := self.ring.victim()) is not None:
+                live = self.ring.live_bytes(victim)
+                room -= live
+                if room < 0 or self.space.left(self.promised, Purpose.CLEAN) < live:
+                    break
+                yield from self._clean_segment(victim)
+        except Exception as failure:
+            cleaning.finish(error=error(errno.EIO, f"the device failed: {failure}"))
+            raise
+        cleaning.finish()
+
+    def _clean_segment(self, segment: int) -> Step[None]:
+        submit, ring = self.executor.submit, self.ring
+        found = yield from wait(submit(partial(cleaner.survey, self.device, ring, segment)))
+        if found.taken != ring.live_bytes(segment):
+            log.error("segment %d cannot be cleaned: its frames cannot be read", segment)
+            ring.unmovable.add(segment)
+            return
+        try:
+            keys = partial(cleaner.first_keys, self.device, found.nodes)
+            self.index.move((yield from wait(submit(keys))))
+        except FormatError as fault:
+            log.error("segment %d cannot be cleaned: %s", segment, fault)
+            ring.unmovable.add(segment)
+            return
+        for pointer in found.others:
+            self._rewrite_part(pointer)
+        for group in cleaner.groups(found.data):
+            yield from self._carry(group)
+        ring.emptied(segment)
+        self.counters.cleaned_segments += 1
+
+    def _rewrite_part(self, pointer: Pointer) -> None:
+        """Of the bitmap; the checkpoint's own record is written anew every time."""
+        if pointer in self.index.checkpoint.bitmap:
+            self.ring.liveness.changed.add(self.index.checkpoint.bitmap.index(pointer))
+
+    def _carry(self, group: list[LiveRecord]) -> Step[None]:
+        carried = yield from cleaner.carry(self.device, self.executor, self.index, group)
+        frames = place_unit(self.ring, carried.payloads, carried.items, self._placed_operation)
+        yield from wait_all(self._write([frame for frame, _ in frames]))
+        self.check()
+        extents = [
+            journal.extent_of(frame.header, record) for frame, group in frames for record in group
+        ]
+        journal.apply_unit(self.index, self.ring, extents, [], carried.old)
+        for extent in extents:
+            self.state.files.table.moved(extent)
+        self.committed_sequence = frames[-1][0].header.sequence
+        self.counters.carried += sum(payload.size for payload in carried.payloads)
 
     # -- checkpoints
 
@@ -334,11 +424,16 @@ class Writer:
 
     def _append_checkpoint(self, *, closing: bool) -> Step[None]:
         described = self._placed_operation
-        # Not longer than extents: how well a segment is filled depends on the longest.
-        limit = min(journal.CHUNK_SIZE_MAX, self.space.extent_max)
-        encode = partial(journal.encode_chunks, self.index.snapshot(), limit)
-        pointers = yield from self._append_chunks((yield from wait(self.executor.submit(encode))))
-        (root,) = yield from self._append_chunks([journal.encode_root(pointers)])
+        update = yield from self.index.update(self._rewrite)
+        for node in update.written:
+            self.ring.liveness.mark(node.address, node.stored)
+        for pointer in (*update.replaced, self.superblock.checkpoint):
+            self._release(pointer)
+        checkpoint = yield from self._append_bitmap(update.checkpoint)
+        record = metadata.encode(RecordKind.CHECKPOINT, checkpoint.pack())
+        (root,) = yield from self._append_metadata([record])
+        self.ring.liveness.mark(root.address, root.stored)
+        yield from self._written_metadata(0)
         self.committed_sequence = self.ring.position.sequence - 1
         yield from self.flush()
         self.check()
@@ -352,36 +447,56 @@ class Writer:
         )
         write = partial(write_superblock, self.device, following)
         yield from wait(self.executor.submit(write))
-        self._checkpointed(previous, following, [root, *pointers])
-
-    def _append_chunks(self, chunks: list[journal.EncodedChunk]) -> Step[list[Pointer]]:
-        payloads = [Payload(chunk.record, [chunk.stored]) for chunk in chunks]
-        if not payloads:
-            return []
-        frames = place_unit(self.ring, payloads, [], self._placed_operation)
-        pointers = [
-            journal.pointer_to(frame.header, record) for frame, group in frames for record in group
-        ]
-        for pointer in pointers:
-            self.ring.liveness.mark(pointer.address, pointer.stored)
-        yield from wait_all(self._write([frame for frame, _ in frames]))
-        return pointers
-
-    def _checkpointed(
-        self, previous: Superblock, following: Superblock, places: list[Pointer]
-    ) -> None:
         self.superblock = following
-        for pointer in self.checkpoint_places:
-            # The other slot still points there, until the next checkpoint takes it.
-            self.ring.release(pointer.address, pointer.stored, following.replay.sequence - 1)
-        self.space.held = sum(
-            round_up(pointer.stored) for pointer in (*self.checkpoint_places, *places)
-        )
-        self.checkpoint_places = places
+        self.index.checkpointed(checkpoint)
         self.ring.checkpointed(previous.replay.sequence)
         self.checkpoint_time = time.monotonic()
         self.bytes_since_checkpoint = 0
         self.counters.checkpoints += 1
+
+    def _rewrite(self) -> Rewrite:
+        return Rewrite(self.index.nodes, self.executor.submit, self._append_metadata)
+
+    def _append_bitmap(self, checkpoint: Checkpoint) -> Step[Checkpoint]:
+        """The parts of the bitmap that changed, without what only this does to them."""
+        liveness = self.ring.liveness
+        missing = liveness.part_count - len(checkpoint.bitmap)
+        places = [*checkpoint.bitmap, *[Pointer()] * missing]
+        changed: set[int] = set()
+        while more := liveness.changed - changed:
+            changed |= more
+            for part in more:
+                self._release(places[part])
+        liveness.changed.clear()
+        parts = sorted(changed)
+        records = [metadata.encode(RecordKind.BITMAP, liveness.pack_part(n)) for n in parts]
+        pointers = yield from self._append_metadata(records)
+        for part, pointer in zip(parts, pointers, strict=True):
+            places[part] = pointer
+            liveness.mark(pointer.address, pointer.stored)
+        return replace(checkpoint, bitmap=tuple(places))
+
+    def _release(self, pointer: Pointer) -> None:
+        """The other superblock slot still needs it, until the checkpoint after this one."""
+        if pointer.stored:
+            self.ring.release(pointer.address, pointer.stored, self.ring.position.sequence)
+
+    def _append_metadata(self, records: list[EncodedRecord]) -> Step[list[Pointer]]:
+        """Append records; they are on their way to the device, not there yet."""
+        payloads = [Payload(encoded.record, [encoded.stored]) for encoded in records]
+        if not payloads:
+            return []
+        frames = place_unit(self.ring, payloads, [], self._placed_operation)
+        self._metadata_writes += self._write([frame for frame, _ in frames])
+        yield from self._written_metadata(_METADATA_WRITES_MAX)
+        return [
+            metadata.pointer_to(frame.header, record) for frame, group in frames for record in group
+        ]
+
+    def _written_metadata(self, left: int) -> Step[None]:
+        """At most `left` of the writes are still under way."""
+        while len(self._metadata_writes) > left:
+            yield from wait(self._metadata_writes.popleft())
 
 
 @dataclass(slots=True, eq=False)

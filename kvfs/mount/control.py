@@ -8,13 +8,17 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 from uuid import UUID
 
 from kvfs.engine.codec import ITEM_SIZES, Codec, elements
-from kvfs.engine.format import Inode
+from kvfs.engine.files import Stored
+from kvfs.engine.format import FIRST_FREE_ID, Inode
 from kvfs.engine.io import Step
-from kvfs.engine.nodes import Stored, error
+from kvfs.engine.nodes import error
 from kvfs.engine.store import Store
+from kvfs.mount.config import MountConfig
+from kvfs.mount.metrics import metrics
 
 PREFIX = b"user.kvfs."
 _XATTR_MAX = 64 * 1024 - 1
@@ -29,19 +33,7 @@ _SETTABLE: dict[bytes, Callable[[bytes], bool]] = {
 
 CONTROL_NAME = b".kvfs"
 CONTROL_INODE = 2
-STATS_NAME = b"stats.json"
-STATS_INODE = 3
-INODES = (CONTROL_INODE, STATS_INODE)
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a mount says of itself. `unrecovered`: a read-only mount does not show what the
-    last daemon had answered and not brought into the ring."""
-
-    mountpoint: str
-    source: str
-    unrecovered: bool
+_FIRST_FILE = CONTROL_INODE + 1
 
 
 def read_xattr(store: Store, ino: int, name: bytes) -> Step[bytes]:
@@ -98,37 +90,94 @@ def _extents(store: Store, ino: int) -> Step[bytes]:
     return f"[{', '.join(rows)}]".encode()
 
 
-def stats(store: Store, described: Description) -> bytes:
-    """The contents of `/.kvfs/stats.json`."""
-    space = store.usage()
+# -- /.kvfs
+
+
+@dataclass(frozen=True, slots=True)
+class Mounted:
+    """What the files of `/.kvfs` tell of. `unrecovered`: a read-only mount does not show what
+    the last daemon had answered and not brought into the ring. `superblock_lost`: one of the
+    two could not be read at the mount."""
+
+    store: Store
+    config: MountConfig
+    unrecovered: bool
+    superblock_lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ControlFile:
+    """`render` gives its bytes as the user with that uid may see them."""
+
+    render: Callable[[Mounted, int], bytes]
+    mode: int
+
+
+def _stats(mounted: Mounted) -> dict[str, Any]:
+    store = mounted.store
     superblock = store.superblock
-    reader = store.reader
-    document = {
+    return {
         "pid": os.getpid(),
-        **asdict(described),
+        "mountpoint": str(mounted.config.mountpoint),
+        "source": str(mounted.config.source),
+        "unrecovered": mounted.unrecovered,
+        "superblock_lost": mounted.superblock_lost,
         "uuid": str(UUID(bytes=superblock.uuid)),
         "epoch": superblock.epoch,
         "read_only": store.read_only,
         "damage": store.damage,
         "failure": store.failure,
-        "space": asdict(space),
+        "space": asdict(store.usage()),
         "segment_size": superblock.segment_size,
         "segments": superblock.segment_count,
         "unsaved": store.unsaved,
         "counters": asdict(store.counters),
-        "errors": asdict(reader.errors),
+        "errors": asdict(store.reader.errors),
     }
-    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def _stats_json(mounted: Mounted, _uid: int) -> bytes:
+    return (json.dumps(_stats(mounted), indent=2) + "\n").encode()
+
+
+# What tells of the whole mount is its owner's alone.
+FILES = {
+    b"stats.json": ControlFile(_stats_json, 0o400),
+    b"metrics": ControlFile(lambda mounted, _uid: metrics(_stats(mounted)), 0o400),
+    b"config.toml": ControlFile(lambda mounted, _uid: mounted.config.as_toml(), 0o400),
+}
+_NAMES = list(FILES)
+
+
+def is_control(ino: int) -> bool:
+    """Whether it is `/.kvfs` or a file in it."""
+    return CONTROL_INODE <= ino < FIRST_FREE_ID
+
+
+def control_files() -> list[tuple[bytes, int]]:
+    """Names and inode numbers."""
+    return [(name, _FIRST_FILE + number) for number, name in enumerate(_NAMES)]
+
+
+def find_control_file(name: bytes) -> int:
+    """Its inode number. Raises ENOENT."""
+    if name not in FILES:
+        raise error(errno.ENOENT)
+    return _FIRST_FILE + _NAMES.index(name)
+
+
+def render(mounted: Mounted, ino: int, uid: int) -> bytes:
+    """The bytes of a file in `/.kvfs`."""
+    return _file(ino).render(mounted, uid)
 
 
 def control_inode(ino: int, owner: Inode, size: int) -> Inode:
-    """The attributes of `/.kvfs` or of a file in it: its owner's alone."""
-    directory = ino == CONTROL_INODE
-    return Inode(
-        ino,
-        (stat.S_IFDIR | 0o500) if directory else (stat.S_IFREG | 0o400),
-        owner.uid,
-        owner.gid,
-        nlink=2 if directory else 1,
-        size=size,
-    )
+    """The attributes of `/.kvfs` or of a file in it; `owner` is the root."""
+    if ino == CONTROL_INODE:
+        return Inode(ino, stat.S_IFDIR | 0o555, owner.uid, owner.gid, nlink=2)
+    mode = stat.S_IFREG | _file(ino).mode
+    return Inode(ino, mode, owner.uid, owner.gid, nlink=1, size=size)
+
+
+def _file(ino: int) -> ControlFile:
+    return FILES[_NAMES[ino - _FIRST_FILE]]

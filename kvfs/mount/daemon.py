@@ -9,7 +9,7 @@ import os
 import signal
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
@@ -17,9 +17,12 @@ import pyfuse3
 import trio
 
 from kvfs.engine.device import DeviceError, FileDevice
-from kvfs.engine.store import Store, StoreOptions
+from kvfs.engine.format import Superblock
+from kvfs.engine.store import Store
 from kvfs.engine.superblocks import read_superblocks
-from kvfs.mount.control import Description
+from kvfs.mount.backing import claimed
+from kvfs.mount.config import MountConfig
+from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
 from kvfs.mount.mounts import find_mount
@@ -35,32 +38,14 @@ _GARBAGE_THRESHOLD = 20_000
 _WARM_SIZE_MIN = 4 * CHUNK_SIZE
 
 
-@dataclass(frozen=True, slots=True)
-class MountConfig:
-    """What a mount needs to know. Sizes in bytes."""
-
-    mountpoint: Path
-    source: Path
-    warm_directory: Path = Path("/dev/shm")
-    warm_size: int | None = None
-    read_only: bool = False
-    allow_other: bool = False
-    deadline_seconds: float = 30.0
-    window_size: int = 16 * 1024 * 1024
-    store: StoreOptions = field(default_factory=StoreOptions)
-
-
 def serve(config: MountConfig, ready: Callable[[], None]) -> None:
     """Mount, call `ready`, serve until unmounted or told to stop by SIGTERM or SIGINT.
 
     Raises DeviceError when the device cannot be used, OSError or RuntimeError when
     it cannot be mounted or not be closed well.
     """
-    device = FileDevice(config.source, read_only=config.read_only)
-    try:
+    with claimed(config.source, read_only=config.read_only) as device:
         trio.run(_serve, config, device, ready)
-    finally:
-        device.close()
 
 
 async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], None]) -> None:
@@ -69,8 +54,11 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
     gc.set_threshold(_GARBAGE_THRESHOLD)
     async with trio.open_nursery() as nursery:
         executor = LoopExecutor(nursery, _THREADS)
-        directory = _log_directory(config, device)
-        buffer = OperationLog(directory, _warm_limit(config))
+        superblocks = read_superblocks(device, str(config.source))
+        directory = _log_directory(config, superblocks.newest)
+        warm_size = _warm_limit(config)
+        config = replace(config, warm_size=warm_size)
+        buffer = OperationLog(directory, warm_size)
         if not config.read_only:
             _claim(directory)
         store = Store.open(device, str(config.source), executor, buffer, config.store)
@@ -78,8 +66,8 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
             log.error("%s", store.damage)
         unrecovered = store.read_only and directory.is_dir() and any(directory.iterdir())
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
-        describe = Description(str(config.mountpoint), str(config.source), unrecovered)
-        filesystem = Filesystem(store, look_ahead, config.deadline_seconds, describe)
+        mounted = Mounted(store, config, unrecovered, superblocks.one_is_lost)
+        filesystem = Filesystem(store, look_ahead, config.deadline_seconds, mounted)
         _mount(filesystem, config)
         try:
             nursery.start_soon(_stop_on_signal)
@@ -93,8 +81,7 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         nursery.cancel_scope.cancel()
 
 
-def _log_directory(config: MountConfig, device: FileDevice) -> Path:
-    superblock = read_superblocks(device, str(config.source)).newest
+def _log_directory(config: MountConfig, superblock: Superblock) -> Path:
     return config.warm_directory / f"kvfs-{os.geteuid()}" / str(UUID(bytes=superblock.uuid))
 
 
@@ -154,12 +141,8 @@ def _warm_limit(config: MountConfig) -> int:
 def _options(config: MountConfig) -> set[str]:
     # libfuse takes a comma for the end of an option.
     source = str(config.source).replace("\\", "\\\\").replace(",", "\\,")
-    options = {"default_permissions", "subtype=kvfs", f"fsname={source}"}
-    if config.allow_other:
-        options.add("allow_other")
-    if config.read_only:
-        options.add("ro")
-    return options
+    own = {"default_permissions", "subtype=kvfs", f"fsname={source}"}
+    return own | config.options
 
 
 async def _announce(mountpoint: Path, ready: Callable[[], None]) -> None:

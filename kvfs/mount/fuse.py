@@ -95,14 +95,13 @@ class Filesystem(pyfuse3.Operations):
         store: Store,
         look_ahead: LookAhead,
         deadline_seconds: float,
-        describe: control.Description,
+        mounted: control.Mounted,
     ) -> None:
         super().__init__()
         self._store = store
         self._look_ahead = look_ahead
         self._deadline_seconds = deadline_seconds
-        self._describe = describe
-        self._remembered: dict[int, int] = {}
+        self._mounted = mounted
         self._handles: dict[int, _Handle] = {}
         self._next_handle = 0
         self._changed_blocks: set[int] = set()
@@ -121,11 +120,9 @@ class Filesystem(pyfuse3.Operations):
         self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         if parent_inode == ROOT_INODE and name == control.CONTROL_NAME:
-            return await self._control_attributes(control.CONTROL_INODE)
+            return await self._control_attributes(control.CONTROL_INODE, ctx.uid)
         if parent_inode == control.CONTROL_INODE:
-            if name != control.STATS_NAME:
-                raise FUSEError(errno.ENOENT)
-            return await self._control_attributes(control.STATS_INODE)
+            return await self._control_attributes(control.find_control_file(name), ctx.uid)
         try:
             node = await self._run(self._store.lookup(parent_inode, name))
         except OSError as failure:
@@ -137,17 +134,14 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         for ino, count in inode_list:
-            left = self._remembered.get(ino, 0) - count
-            if left > 0:
-                self._remembered[ino] = left
-            elif self._remembered.pop(ino, None) is not None:
+            await self._run(self._store.unpin(ino, count))
+            if not self._store.is_pinned(ino):
                 self._in_page_cache.discard(ino)
-                await self._unpin(ino)
 
     @_handler
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
-        if inode in control.INODES:
-            return await self._control_attributes(inode)
+        if control.is_control(inode):
+            return await self._control_attributes(inode, ctx.uid)
         return _node_attributes(await self._run(self._store.node(inode)))
 
     @_handler
@@ -197,8 +191,8 @@ class Filesystem(pyfuse3.Operations):
     async def link(
         self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
-        _refuse_control(new_parent_inode, new_name)
         _refuse_control_inode(inode)
+        _refuse_control(new_parent_inode, new_name)
         return self._remember(await self._run(self._store.link(inode, new_parent_inode, new_name)))
 
     @_handler
@@ -248,8 +242,8 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
-        if inode == control.STATS_INODE:
-            return self._open_stats(flags)
+        if control.is_control(inode):
+            return self._open_control(inode, flags, ctx.uid)
         if flags & os.O_TRUNC:
             await self._run(self._store.set_attributes(inode, size=0))
         return await self._open(inode, flags)
@@ -285,7 +279,7 @@ class Filesystem(pyfuse3.Operations):
     async def release(self, fh: FileHandleT) -> None:
         handle = self._handles.pop(fh)
         if handle.snapshot is None:
-            await self._unpin(handle.ino)
+            await self._run(self._store.unpin(handle.ino))
 
     @_handler
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
@@ -346,7 +340,7 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        if inode in control.INODES:
+        if control.is_control(inode):
             raise FUSEError(errno.ENODATA)
         return await self._run(control.read_xattr(self._store, inode, name))
 
@@ -360,7 +354,7 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        if inode in control.INODES:
+        if control.is_control(inode):
             return []
         names = await self._run(self._store.xattr_names(inode))
         # The kernel keeps others from reading trusted ones; who lists them is for us to see.
@@ -407,7 +401,7 @@ class Filesystem(pyfuse3.Operations):
         handle = _Handle(ino, direct=bool(flags & os.O_DIRECT))
         if flags & os.O_ACCMODE != os.O_WRONLY:
             handle.reader = await self._run(self._look_ahead.opened(ino))
-        await self._run(self._store.pin(ino))
+        self._store.pin(ino)
         # Also for O_DIRECT: the kernel then splits a large request into several at once, and
         # keeps its page cache coherent; with direct_io it would wait for each.
         return FileInfo(fh=self._add_handle(handle), direct_io=False, keep_cache=True)
@@ -419,14 +413,8 @@ class Filesystem(pyfuse3.Operations):
 
     def _remember(self, node: Node) -> EntryAttributes:
         """The kernel will know this inode: hold it until it is forgotten."""
-        ino = node.inode.ino
-        if ino not in self._remembered:
-            node.pins += 1
-        self._remembered[ino] = self._remembered.get(ino, 0) + 1
+        self._store.pin(node.inode.ino)
         return _node_attributes(node)
-
-    async def _unpin(self, ino: int) -> None:
-        await self._run(self._store.unpin(ino))
 
     async def _drop_pages(self, ino: int) -> None:
         """Of an asynchronous O_DIRECT write the kernel drops the pages before it sends it to us
@@ -444,39 +432,34 @@ class Filesystem(pyfuse3.Operations):
         """Have the kernel ask again for the attributes of files whose blocks changed. Not at
         each change: a notice costs a change of threads."""
         for ino in self._changed_blocks:
-            if ino in self._remembered:
+            if self._store.is_pinned(ino):
                 self._notices.add(ino)
         self._changed_blocks.clear()
 
     # -- /.kvfs
 
-    async def _control_attributes(self, ino: int) -> EntryAttributes:
+    async def _control_attributes(self, ino: int, uid: int) -> EntryAttributes:
         root = await self._run(self._store.node(ROOT_INODE))
-        size = 0 if ino == control.CONTROL_INODE else len(self._stats())
+        size = 0 if ino == control.CONTROL_INODE else len(control.render(self._mounted, ino, uid))
         attributes = _attributes(control.control_inode(ino, root.inode, size), 0)
         attributes.attr_timeout = 0
         return attributes
 
-    def _stats(self) -> bytes:
-        return control.stats(self._store, self._describe)
-
-    def _open_stats(self, flags: int) -> FileInfo:
+    def _open_control(self, ino: int, flags: int, uid: int) -> FileInfo:
         if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
-            raise FUSEError(errno.EACCES)  # root passes the kernel's check of the mode
-        handle = self._add_handle(_Handle(control.STATS_INODE, snapshot=self._stats()))
+            raise FUSEError(errno.EACCES)
+        snapshot = control.render(self._mounted, ino, uid)
+        handle = self._add_handle(_Handle(ino, snapshot=snapshot))
         return FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
     async def _read_control(self, start_id: int, token: ReaddirToken) -> None:
-        entries = [
-            (b".", control.CONTROL_INODE),
-            (b"..", ROOT_INODE),
-            (control.STATS_NAME, control.STATS_INODE),
-        ]
+        root = await self._run(self._store.node(ROOT_INODE))
+        entries = [(b".", control.CONTROL_INODE), (b"..", ROOT_INODE), *control.control_files()]
         for number, (name, ino) in enumerate(entries[start_id:], start_id + 1):
-            if ino == ROOT_INODE:
-                attributes = _node_attributes(await self._run(self._store.node(ino)))
-            else:
-                attributes = await self._control_attributes(ino)
+            # The size depends on the caller, who is asked for at a stat: nothing is cached.
+            inode = root.inode if ino == ROOT_INODE else control.control_inode(ino, root.inode, 0)
+            attributes = _attributes(inode, 0)
+            attributes.attr_timeout = 0
             if not pyfuse3.readdir_reply(token, name, attributes, number):
                 return
 
@@ -511,7 +494,7 @@ def _refuse_control(parent: int, name: bytes) -> None:
 
 
 def _refuse_control_inode(ino: int) -> None:
-    if ino in control.INODES:
+    if control.is_control(ino):
         raise FUSEError(errno.EPERM)
 
 

@@ -314,7 +314,7 @@ class CrashMachine(RuleBasedStateMachine):
         else:
             ino = self.a_file(pick)
             if ino is not None:
-                self.run(self.store.pin(ino))
+                self.store.pin(ino)
                 self.pinned.append(ino)
 
     @rule(pick=PICKS, offset=OFFSETS, size=SIZES, seed=SEEDS)

@@ -6,18 +6,24 @@ import stat
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
-from kvfs.engine import journal
+from kvfs.engine import btree, journal
 from kvfs.engine.device import read_bytes
 from kvfs.engine.format import (
     BLOCK,
     FIRST_FREE_ID,
-    ITEM_OVERHEAD,
     KEY,
     KIND_BYTE,
     NO_SEGMENT,
     REFERENCES,
     ROOT_INODE,
+    SERIAL_BITS,
     SUPERBLOCK_ADDRESSES,
+    TABLE_COUNTS,
+    TABLE_EXTENTS,
+    TABLE_INODES,
+    TABLE_ORPHANS,
+    Checkpoint,
+    Counts,
     Dentry,
     Extent,
     Inode,
@@ -28,7 +34,9 @@ from kvfs.engine.format import (
     key_owner,
     round_up,
 )
+from kvfs.engine.io import InlineExecutor, run
 from kvfs.engine.liveness import Liveness
+from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.ring import Ring
 from kvfs.engine.store import Store
 
@@ -44,11 +52,12 @@ class Items:
     references: dict[int, int] = field(default_factory=dict)
     orphans: set[int] = field(default_factory=set)
     owners: set[int] = field(default_factory=set)  # of xattrs and symlink targets
+    counts: Counts = field(default_factory=Counts)
 
     @classmethod
     def of(cls, store: Store) -> Items:
         items = cls()
-        for key, value in store._writer.index.snapshot():
+        for key, value in committed(store):
             items._add(key, value)
         return items
 
@@ -69,12 +78,15 @@ class Items:
                 self.orphans.add(owner)
             case ItemKind.XATTR | ItemKind.SYMLINK:
                 self.owners.add(owner)
+            case ItemKind.COUNTS:
+                self.counts = Counts.unpack(value)
             case _:
                 raise AssertionError(f"an item of unknown kind {kind}")
 
     @property
     def newest_id(self) -> int:
-        return max([FIRST_FREE_ID - 1, *self.inodes, *self.extents])
+        serials = [ino & ((1 << SERIAL_BITS) - 1) for ino in self.inodes]
+        return max([FIRST_FREE_ID - 1, *serials, *self.extents])
 
 
 def audit(store: Store) -> Items:
@@ -84,10 +96,19 @@ def audit(store: Store) -> Items:
     _check_maps(items)
     _check_liveness(store, items)
     check_slots(store)
-    assert store._writer.index.inodes == store.usage().inodes == len(items.inodes)
-    sizes = [ITEM_OVERHEAD + len(value) for _, value in store._writer.index.snapshot()]
-    assert store._writer.index.size == sum(sizes)
+    assert items.counts.inodes == store.usage().inodes == len(items.inodes)
     return items
+
+
+def committed(store: Store) -> list[tuple[bytes, bytes]]:
+    """All committed items, without those on their way."""
+    index = store._writer.index
+    assert not index._pending, "audit a store that was synced"
+    found = []
+    for table in (TABLE_COUNTS, TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS):
+        low, high = bytes([table]).ljust(18, b"\0"), bytes([table]).ljust(18, b"\xff")
+        found += [(key, value) for key, value in run(index.scan(low, high)) if value is not None]
+    return found
 
 
 def _check_names(items: Items) -> None:
@@ -137,7 +158,12 @@ def _check_maps(items: Items) -> None:
 def _check_liveness(store: Store, items: Items) -> None:
     geometry = store._writer.ring.geometry
     expected = Liveness(geometry.segment_count, geometry.segment_size)
-    places: list[Extent | Pointer] = [*items.extents.values(), *store._writer.checkpoint_places]
+    checkpoint = store._writer.index.checkpoint
+    places: list[Extent | Pointer] = list(items.extents.values())
+    places += tree_places(store._writer.index.nodes, checkpoint)
+    places += [place for place in checkpoint.bitmap if place.stored]
+    if store.superblock.checkpoint.stored:
+        places.append(store.superblock.checkpoint)
     for place in places:
         assert geometry.contains(place.address, round_up(place.stored))
         expected.mark(place.address, place.stored)  # refuses what overlaps
@@ -155,15 +181,32 @@ def check_slots(store: Store) -> None:
         free.add(ring.position.next_segment)
     for address in SUPERBLOCK_ADDRESSES:
         superblock = Superblock.unpack(bytes(read_bytes(device, address, BLOCK)))
-        items, places = journal.read_checkpoint(device, superblock.checkpoint)
-        addresses = [place.address for place in places]
-        for key, value in items:
-            if key[KIND_BYTE] == ItemKind.EXTENT and value is not None:
-                addresses.append(Extent.unpack(key_owner(key), value).address)
         log = Ring(ring.geometry, superblock.uuid, superblock.epoch, superblock.replay)
+        checkpoint = journal.read_checkpoint(device, superblock.checkpoint, log)
+        nodes = NodeCache(device, InlineExecutor(), log, 1 << 30)
+        places = [superblock.checkpoint, *checkpoint.bitmap, *tree_places(nodes, checkpoint)]
+        places += extents_of(nodes, checkpoint)
+        addresses = [place.address for place in places if place.stored]
         frames = list(journal._frames(device, log, superblock))
         addresses += [frame.header.address for frame in frames]
         needed = {ring.geometry.segment(needed) for needed in addresses}
         assert not needed & free, "a segment that a superblock needs may be overwritten"
         end = frames[-1].header.sequence + 1 if frames else superblock.replay.sequence
         assert end == ring.position.sequence, "the log does not lead to its end"
+
+
+def tree_places(nodes: NodeCache, checkpoint: Checkpoint) -> list[Pointer]:
+    """Where the nodes of a checkpoint's trees lie."""
+    roots = (checkpoint.names, checkpoint.extents)
+    places = [place for root in roots for place in run(btree.pointers(nodes, root))]
+    assert sum(round_up(place.stored) for place in places) == checkpoint.node_bytes
+    return places
+
+
+def extents_of(nodes: NodeCache, checkpoint: Checkpoint) -> list[Extent]:
+    low, high = bytes([TABLE_EXTENTS]), bytes([TABLE_EXTENTS]) + b"\xff" * 17
+    return [
+        Extent.unpack(key_owner(key), value)
+        for key, value in run(btree.scan(nodes, checkpoint.extents, low, high, 1 << 62))
+        if key[KIND_BYTE] == ItemKind.EXTENT
+    ]

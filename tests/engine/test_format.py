@@ -15,6 +15,7 @@ from kvfs.engine import ops
 from kvfs.engine.format import (
     BLOCK,
     DATA_START,
+    FORMAT_VERSION,
     NAME_COLLISIONS_MAX,
     SUPERBLOCK_ADDRESSES,
     Dentry,
@@ -279,7 +280,7 @@ def sealed(body: bytes) -> bytes:
 
 def test_a_superblock_of_another_version_or_with_unknown_features_is_said_to_be_newer() -> None:
     packed = EXAMPLE_SUPERBLOCK.pack()
-    another_version = sealed(packed[:8] + (2).to_bytes(4, "little") + packed[12:])
+    another_version = sealed(packed[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + packed[12:])
     unknown_feature = dataclasses.replace(EXAMPLE_SUPERBLOCK, features=1 << 40).pack()
     for data in (another_version, unknown_feature):
         with pytest.raises(UnknownFormatError, match="unknown to this release"):
@@ -334,7 +335,7 @@ def test_the_superblock_lies_as_the_documentation_says() -> None:
         return int.from_bytes(block[at : at + size], "little")
 
     assert block[:8] == b"KVFSRING"
-    assert (number(8, 4), number(12, 4), number(16, 8)) == (1, BLOCK, 0)
+    assert (number(8, 4), number(12, 4), number(16, 8)) == (FORMAT_VERSION, BLOCK, 0)
     assert block[24:40] == b"u" * 16
     assert [number(40 + 8 * n, 8) for n in range(5)] == [2, 3, 4, 5, 6]
     assert (number(80, 4), number(84, 4)) == (7, 8)

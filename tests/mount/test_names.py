@@ -231,44 +231,6 @@ def test_settings_take_only_what_says_something(
     assert os.getxattr(path, f"user.kvfs.{name}") == value
 
 
-def test_the_control_directory_is_hidden_and_answers(mounter: Mounter, kv_mount: Path) -> None:
-    assert ".kvfs" not in os.listdir(kv_mount)
-    assert os.listdir(kv_mount / ".kvfs") == ["stats.json"]
-    assert json.loads((kv_mount / ".kvfs" / "stats.json").read_text())["pid"] == mounter.pid
-    assert errno_of(os.mkdir, kv_mount / ".kvfs") in (errno.EEXIST, errno.EPERM)
-    assert errno_of(os.rmdir, kv_mount / ".kvfs") == errno.EPERM
-    assert errno_of(os.unlink, kv_mount / ".kvfs" / "stats.json") == errno.EPERM
-
-
-@pytest.mark.parametrize("name", [".kvfs", ".kvfs/stats.json"])
-def test_what_the_daemon_says_of_itself_cannot_be_changed(kv_mount: Path, name: str) -> None:
-    path = kv_mount / name
-    before = path.stat()
-    assert errno_of(path.chmod, 0o777) == errno.EPERM
-    assert errno_of(os.chown, path, os.geteuid(), os.getegid()) == errno.EPERM
-    assert errno_of(os.utime, path) == errno.EPERM
-    assert errno_of(os.setxattr, path, "user.x", b"1") == errno.EPERM
-    assert errno_of(os.removexattr, path, "user.x") == errno.EPERM
-    assert errno_of(path.rename, kv_mount / "other") == errno.EPERM
-    assert (path.stat().st_mode, path.stat().st_mtime_ns) == (before.st_mode, before.st_mtime_ns)
-
-
-def test_stats_cannot_be_written_linked_or_joined_by_other_files(kv_mount: Path) -> None:
-    stats = kv_mount / ".kvfs" / "stats.json"
-    (kv_mount / "f").touch()
-    for flags in (os.O_WRONLY, os.O_RDWR, os.O_RDONLY | os.O_TRUNC):
-        assert errno_of(os.open, stats, flags) == errno.EACCES
-    assert errno_of(os.truncate, stats, 0) in (errno.EPERM, errno.EACCES)
-    assert errno_of(os.link, stats, kv_mount / "g") == errno.EPERM
-    # Who is not root fails at the mode of the directory already.
-    refused = (errno.EPERM, errno.EACCES)
-    assert errno_of(os.link, kv_mount / "f", kv_mount / ".kvfs" / "f") in refused
-    assert errno_of(os.rename, kv_mount / "f", stats) in refused
-    for make in (os.mkdir, os.mkfifo):
-        assert errno_of(make, kv_mount / ".kvfs" / "new") in refused
-    assert os.listdir(kv_mount / ".kvfs") == ["stats.json"]
-
-
 def test_statvfs_is_filled_in(kv_mount: Path) -> None:
     (kv_mount / "f").touch()
     status = os.statvfs(kv_mount)

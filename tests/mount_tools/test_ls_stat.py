@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +15,10 @@ import pytest
 from kvfs.mount.mounts import Mount
 from mount_tools import ls as ls_module
 from mount_tools.common import CommandError
+from tests.conftest import MounterMaker
 from tests.support.command import error_line
 from tests.support.mounter import Mounter, kvfs
+from tests.support.users import kvfs_as_nobody
 
 TOKENS = 3000
 ROW = (2, 3, 64)
@@ -135,6 +139,82 @@ def kv_mount_bytes(mounter: Mounter) -> Iterator[Path]:
     (session / "layer.000").unlink()
     session.rmdir()
     top.rmdir()
+
+
+def test_sessions_are_listed_beyond_the_longest_path(mounter: Mounter) -> None:
+    top = mounter.mountpoint / "deep"
+    top.mkdir()
+    fd = os.open(top, os.O_RDONLY)
+    names = ["d" * 250] * 20 + ["session"]
+    for name in names:
+        os.mkdir(name, dir_fd=fd)
+        inner = os.open(name, os.O_RDONLY, dir_fd=fd)
+        os.close(fd)
+        fd = inner
+    layer = os.open("layer.000", os.O_CREAT | os.O_WRONLY, dir_fd=fd)
+    os.write(layer, b"12345")
+    os.close(layer)
+    os.close(fd)
+    try:
+        result = kvfs("ls", top, "--json")
+        (session,) = json.loads(result.stdout)
+        assert session["name"] == "/".join(names)
+        assert session["size"] == 5
+        assert result.stderr == ""
+    finally:
+        subprocess.run(["rm", "-r", top], check=True)
+
+
+def test_a_mount_below_is_another_ring(mounter: Mounter, make_mounter: MounterMaker) -> None:
+    inner = make_mounter("64M")
+    inner.mountpoint = mounter.mountpoint / "agent-1" / "inner"
+    inner.mountpoint.mkdir()
+    inner.mount()
+    (inner.mountpoint / "layer.000").touch()
+    os.kill(inner.pid, signal.SIGSTOP)
+    try:
+        listed = json.loads(kvfs("ls", mounter.mountpoint, "--json").stdout)
+    finally:
+        os.kill(inner.pid, signal.SIGCONT)
+    assert [session["name"] for session in listed] == ["agent-1", "team/deep/agent-2"]
+    inner.umount()
+    inner.mountpoint.rmdir()
+
+
+# -- other users
+
+
+@pytest.fixture
+def shared(make_mounter: MounterMaker) -> Mounter:
+    """A mount that others may enter; one of its two sessions is closed to them."""
+    made = make_mounter("64M")
+    made.mount("-o", "allow_other")
+    made.directory.chmod(0o755)
+    made.mountpoint.chmod(0o755)
+    for name, mode in (("open", 0o755), ("closed", 0o700)):
+        make_session(made.mountpoint / name, 1)
+        (made.mountpoint / name).chmod(mode)
+    return made
+
+
+def test_another_user_sees_what_is_open_to_it(mounter: Mounter, shared: Mounter) -> None:
+    def names(result: subprocess.CompletedProcess[str]) -> list[str]:
+        assert result.returncode == 0, result
+        return [session["name"] for session in json.loads(result.stdout)]
+
+    assert names(kvfs_as_nobody("ls", shared.mountpoint, "--json")) == ["open"]
+    assert names(kvfs("ls", shared.mountpoint, "--json")) == ["closed", "open"]
+    # `mounter` is mounted too, and is root's alone; others may be there as well.
+    result = kvfs_as_nobody("ls")
+    assert str(mounter.mountpoint) not in result.stdout + result.stderr
+    assert "open" in result.stdout or str(shared.mountpoint) in result.stderr
+
+
+def test_another_users_mount_is_refused_in_one_line(mounter: Mounter) -> None:
+    mounter.directory.chmod(0o755)
+    for verb in ("ls", "stat"):
+        line = error_line(kvfs_as_nobody(verb, mounter.mountpoint))
+        assert line == f"{mounter.mountpoint} belongs to another user; run as its owner"
 
 
 # -- stat

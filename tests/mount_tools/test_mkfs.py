@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import error_line
+from tests.support.images import digest
 from tests.support.mounter import Mounter, kvfs
 
 MIB = 1024**2
@@ -20,10 +20,6 @@ MIB = 1024**2
 def image(tmp_path: Path) -> Path:
     """A name where no file is yet."""
     return tmp_path / "ring.img"
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_an_image_is_made_with_its_space_allocated(image: Path) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,9 @@ import pytest
 from kvfs.engine.format import DATA_START
 from kvfs.mount.mounts import find_mount, mounts
 from tests.support.command import error_line
+from tests.support.images import digest
 from tests.support.mounter import KVFS, Mounter, kvfs
+from tests.support.supervisor import supervised
 
 MIB = 1024**2
 
@@ -59,13 +60,45 @@ def test_relative_paths_and_links_are_followed(mounter: Mounter) -> None:
     assert not find_mount(mounter.mountpoint)
 
 
-def test_a_read_only_mount_shows_and_refuses(mounted: Mounter) -> None:
-    mounted.umount()
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "create": lambda top: (top / "new").touch(),
+    "mkdir": lambda top: (top / "new").mkdir(),
+    "symlink": lambda top: (top / "new").symlink_to("kept"),
+    "link": lambda top: (top / "new").hardlink_to(top / "kept"),
+    "write": lambda top: (top / "kept").open("r+b"),
+    "truncate": lambda top: os.truncate(top / "kept", 0),
+    "rename": lambda top: (top / "kept").rename(top / "new"),
+    "unlink": lambda top: (top / "kept").unlink(),
+    "chmod": lambda top: (top / "kept").chmod(0o777),
+    "chown": lambda top: os.chown(top / "kept", 1, 1),
+    "utime": lambda top: os.utime(top / "kept", (1, 1)),
+    "setxattr": lambda top: os.setxattr(top / "kept", "user.a", b"b"),
+    "removexattr": lambda top: os.removexattr(top / "kept", "user.kvfs.codec"),
+    "chmod of the root": lambda top: top.chmod(0o777),
+}
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["after an unmount", "after a crash"])
+def test_a_read_only_mount_shows_refuses_and_changes_no_byte_of_the_image(
+    mounted: Mounter, killed: bool
+) -> None:
+    kept = mounted.mountpoint / "kept"
+    os.setxattr(kept, "user.kvfs.codec", b"none")
+    with kept.open() as file:
+        os.fsync(file.fileno())
+    if killed:
+        mounted.kill()
+    else:
+        mounted.umount()
+    before = digest(mounted.image)
     assert " read-only: " in mounted.mount("-o", "ro").stdout
-    assert (mounted.mountpoint / "kept").read_text() == "kept"
-    with pytest.raises(OSError, match="Read-only file system"):
-        (mounted.mountpoint / "new").touch()
+    assert kept.read_text() == "kept"
+    for name, change in CHANGES.items():
+        with pytest.raises(OSError, match="Read-only file system"):
+            change(mounted.mountpoint)
+            pytest.fail(name)
     mounted.umount()
+    assert digest(mounted.image) == before
 
 
 def test_a_block_device_serves_as_ring(loop_device: Path, mounter: Mounter) -> None:
@@ -80,59 +113,6 @@ def test_a_block_device_serves_as_ring(loop_device: Path, mounter: Mounter) -> N
     mounter.mount()
     assert (mounter.mountpoint / "file").read_bytes() == data
     mounter.umount()
-
-
-# -- refusals
-
-
-def test_a_mountpoint_must_be_an_empty_directory(mounter: Mounter) -> None:
-    missing, file, full = (mounter.directory / name for name in ("missing", "file", "full"))
-    file.touch()
-    full.mkdir()
-    (full / "x").touch()
-
-    def line_for(mountpoint: Path) -> str:
-        return error_line(
-            kvfs("mount", mountpoint, mounter.image, "--log", mounter.log, check=False)
-        )
-
-    assert line_for(missing) == f"{missing} does not exist; make it with: mkdir -p {missing}"
-    assert "is not a directory; the mountpoint comes first" in line_for(file)
-    assert "is not empty" in line_for(full)
-    assert (full / "x").exists()
-
-
-def test_a_device_that_is_no_ring_is_refused_with_what_to_do(mounter: Mounter) -> None:
-    missing, garbage, small = (mounter.directory / name for name in ("missing", "garbage", "small"))
-    garbage.write_bytes(os.urandom(16 * MIB))
-    small.write_bytes(b"x" * 100)
-
-    def line_for(device: Path) -> str:
-        return error_line(
-            kvfs("mount", mounter.mountpoint, device, "--log", mounter.log, check=False)
-        )
-
-    assert line_for(missing) == f"{missing} does not exist; make it with: kvfs mkfs {missing}"
-    assert line_for(garbage).endswith(f"format it with: kvfs mkfs {garbage} --force")
-    assert line_for(small).endswith(f"make one with: kvfs mkfs {small}")
-    assert "neither a block device nor an image file" in line_for(mounter.directory)
-    assert not find_mount(mounter.mountpoint)
-
-
-def test_a_second_mount_is_refused_and_harms_nothing(mounted: Mounter) -> None:
-    other = mounted.directory / "other"
-    other.mkdir()
-    same_device = error_line(kvfs("mount", other, mounted.image, "--log", mounted.log, check=False))
-    assert "is in use by another KVFS process" in same_device
-    same_place = error_line(mounted.mount(check=False))
-    assert f"has {mounted.image} mounted already" in same_place
-    assert (mounted.mountpoint / "kept").read_text() == "kept"
-
-
-def test_a_log_that_cannot_be_written_is_named(mounter: Mounter) -> None:
-    log = mounter.directory
-    line = error_line(kvfs("mount", mounter.mountpoint, mounter.image, "--log", log, check=False))
-    assert line == f"the log {log} cannot be written (Is a directory); choose one with --log FILE"
 
 
 # -- a daemon that dies or hangs
@@ -227,35 +207,18 @@ def test_what_is_not_mounted_cannot_be_unmounted(tmp_path: Path) -> None:
 # -- in the foreground
 
 
-@pytest.fixture
-def supervised(mounter: Mounter) -> Iterator[subprocess.Popen[str]]:
-    """`kvfs mount --foreground`, ready as a supervisor is told."""
-    address = mounter.directory / "notify"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
-        notify.bind(str(address))
-        notify.settimeout(20)
-        command = [
-            KVFS, "mount", mounter.mountpoint, mounter.image, "--foreground",
-            "--warm-dir", mounter.warm_directory,
-        ]  # fmt: skip
-        environment = os.environ | {"NOTIFY_SOCKET": str(address)}
-        with subprocess.Popen(
-            command, env=environment, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert notify.recv(100) == b"READY=1"
-            yield process
-            process.kill()
-
-
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_a_supervisor_is_told_and_can_stop_it(
-    mounter: Mounter, supervised: subprocess.Popen[str], stop: signal.Signals
-) -> None:
-    (mounter.mountpoint / "kept").write_text("kept")
-    assert mounter.stats()["pid"] == supervised.pid
-    supervised.send_signal(stop)
-    _, log = supervised.communicate(timeout=60)
-    assert supervised.returncode == 0
+def test_a_supervisor_is_told_and_can_stop_it(mounter: Mounter, stop: signal.Signals) -> None:
+    command = [
+        KVFS, "mount", mounter.mountpoint, mounter.image, "--foreground",
+        "--warm-dir", mounter.warm_directory,
+    ]  # fmt: skip
+    with supervised(command, mounter.directory) as daemon:
+        (mounter.mountpoint / "kept").write_text("kept")
+        assert mounter.stats()["pid"] == daemon.pid
+        daemon.send_signal(stop)
+        _, log = daemon.communicate(timeout=60)
+    assert daemon.returncode == 0
     assert "Traceback" not in log
     assert not find_mount(mounter.mountpoint)
     mounter.mount()
@@ -348,13 +311,6 @@ def test_two_mounts_on_one_directory_at_once_do_not_stack(
         kvfs("umount", mountpoint, check=False)
 
 
-def test_too_little_memory_for_the_operation_log_is_said_at_once(mounter: Mounter) -> None:
-    refused = mounter.mount("--warm", "1M", check=False)
-    assert refused.returncode == 1
-    assert "32 MiB" in error_line(refused)
-    assert "--warm" in error_line(refused)
-
-
 def test_a_read_only_mount_says_what_it_does_not_show(mounter: Mounter) -> None:
     mounter.mount()
     (mounter.mountpoint / "f").write_bytes(b"answered")
@@ -363,15 +319,3 @@ def test_a_read_only_mount_says_what_it_does_not_show(mounter: Mounter) -> None:
     mounter.umount()
     assert "not shown" not in mounter.mount().stderr
     assert (mounter.mountpoint / "f").read_bytes() == b"answered"
-
-
-def test_a_warm_directory_that_others_may_write_is_refused(mounter: Mounter) -> None:
-    planted = mounter.warm_directory / f"kvfs-{os.geteuid()}"
-    planted.mkdir()
-    planted.chmod(0o777)
-    refused = mounter.mount(check=False)
-    assert refused.returncode == 1
-    assert str(planted) in error_line(refused)
-    planted.rmdir()
-    mounter.mount()
-    assert planted.stat().st_mode & 0o777 == 0o700

@@ -74,8 +74,12 @@ class Mounter:
             "--log", self.log, *arguments, check=check,
         )  # fmt: skip
         if result.returncode == 0:
-            self._daemon = psutil.Process(self.stats()["pid"])
+            self.adopt()
         return result
+
+    def adopt(self) -> None:
+        """Know the daemon that serves the mountpoint."""
+        self._daemon = psutil.Process(self.stats()["pid"])
 
     def umount(self, *, check: bool = True) -> subprocess.CompletedProcess[str]:
         return kvfs("umount", self.mountpoint, check=check)

@@ -89,7 +89,7 @@ def test_layers_opened_out_of_order_do_not_read_ahead_over_their_end(store: Stor
 
 def test_a_file_whose_directory_is_gone_is_still_opened(store: Store) -> None:
     (ino,) = session(store, 1)
-    run(store.pin(ino))
+    store.pin(ino)
     directory = run(store.lookup(ROOT_INODE, b"s")).inode.ino
     run(store.unlink(directory, b"layer.000"))
     run(store.rmdir(ROOT_INODE, b"s"))

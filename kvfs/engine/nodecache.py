@@ -1,0 +1,72 @@
+"""Nodes of the index on the device: read once, verified, kept within a budget."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from dataclasses import dataclass, field
+from functools import partial
+
+from cachetools import LRUCache
+
+from kvfs.engine import metadata
+from kvfs.engine.device import Device
+from kvfs.engine.format import FormatError, Pointer, TreeNode
+from kvfs.engine.io import Completion, Executor, Step, wait
+from kvfs.engine.ring import Ring
+
+log = logging.getLogger(__name__)
+
+_NODE_OVERHEAD = 512
+
+
+@dataclass(slots=True)
+class NodeCache:
+    """`size` in bytes. Belongs to the loop's thread; reads run in others."""
+
+    device: Device
+    executor: Executor
+    ring: Ring
+    size: int
+    _nodes: LRUCache[Pointer, TreeNode] = field(init=False)
+    _loading: dict[Pointer, Completion[TreeNode]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._nodes = LRUCache(self.size, lambda node: len(node) + _NODE_OVERHEAD)
+
+    def load(self, pointer: Pointer) -> Step[TreeNode]:
+        """Raises OSError: EIO for a node that is not what was written."""
+        node = self._nodes.get(pointer)
+        if node is not None:
+            return node
+        loading = self._loading.get(pointer)
+        if loading is None:
+            loading = self._loading[pointer] = self._start(pointer)
+            loading.when_done(partial(self._finished, pointer, loading))
+        return (yield from wait(loading))
+
+    def keep(self, pointer: Pointer, node: TreeNode) -> None:
+        """It is known without being read: it was just written."""
+        if len(node) + _NODE_OVERHEAD <= self.size:
+            self._nodes[pointer] = node
+
+    def _start(self, pointer: Pointer) -> Completion[TreeNode]:
+        self.ring.pin(pointer.address)
+        return self.executor.submit(partial(_read, self.device, pointer))
+
+    def _finished(self, pointer: Pointer, loading: Completion[TreeNode]) -> None:
+        del self._loading[pointer]
+        self.ring.unpin(pointer.address)
+        if loading.error is not None:
+            log.error("a node of the index cannot be read: %s", loading.error)
+        else:
+            self.keep(pointer, loading.result())
+
+
+def _read(device: Device, pointer: Pointer) -> TreeNode:
+    """Runs in a thread."""
+    try:
+        return TreeNode(metadata.read(device, pointer))
+    except FormatError as fault:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(fault)) from None

@@ -1,0 +1,73 @@
+"""The numbers of stats.json in Prometheus' text format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_BYTES = {
+    "total", "free", "live", "segment_size", "unsaved", "payload_written", "device_written",
+}  # fmt: skip
+
+_HELP = {
+    "total": "What the ring can hold",
+    "free": "What may still be written",
+    "live": "What files and their metadata take, shared bytes once",
+    "inodes": "Files, directories and other inodes",
+    "segments": "Segments of the ring",
+    "segment_size": "The length of a segment",
+    "epoch": "Mounts that could write, since mkfs",
+    "unsaved": "Answered, and not in the ring yet",
+    "operations": "Operations that changed something",
+    "payload_written": "What of files went to the ring, after compression",
+    "device_written": "All that went to the device",
+    "frames": "Frames written",
+    "flushes": "Flushes of the device",
+    "checkpoints": "Checkpoints written",
+    "recovered_operations": "Taken from the operation log at the mount",
+    "replayed_frames": "Frames read again at the mount",
+    "read_only": "1 if nothing can be written",
+    "unrecovered": "1 if this mount does not show what the last daemon had answered",
+    "superblock_lost": "1 if one of the two superblocks could not be read at the mount",
+    "damage": "1 if the ring is damaged",
+    "failure": "1 if the device failed and nothing more is written",
+}
+
+
+def metrics(stats: Mapping[str, Any]) -> bytes:
+    """`stats` is the document of stats.json."""
+    registry = CollectorRegistry()
+    registry.register(_Stats(stats))
+    return generate_latest(registry)
+
+
+class _Stats(Collector):
+    def __init__(self, stats: Mapping[str, Any]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats
+        for name, value in stats["space"].items():
+            yield GaugeMetricFamily(_name(f"space_{name}", name), _help(name), value)
+        for name in ("unsaved", "segments", "segment_size", "epoch"):
+            yield GaugeMetricFamily(_name(name, name), _help(name), stats[name])
+        for name in ("read_only", "unrecovered", "superblock_lost", "damage", "failure"):
+            yield GaugeMetricFamily(_name(name, name), _help(name), bool(stats[name]))
+        for name, value in stats["counters"].items():
+            yield CounterMetricFamily(_name(name, name), _help(name), value)
+        errors = CounterMetricFamily("kvfs_read_errors", "Reads that failed", labels=["kind"])
+        for kind, count in stats["errors"].items():
+            errors.add_metric([kind], count)
+        yield errors
+
+
+def _name(name: str, quantity: str) -> str:
+    return f"kvfs_{name}_bytes" if quantity in _BYTES else f"kvfs_{name}"
+
+
+def _help(name: str) -> str:
+    return _HELP.get(name, name.replace("_", " "))
