@@ -41,6 +41,7 @@ class Index:
     _open: dict[bytes, bytes | None] = field(default_factory=dict)
     _batch: int = 0
     _moved: set[bytes] = field(default_factory=set)
+    _moved_bytes: int = 0
     _recent_bytes: int = 0
     _pending_bytes: int = 0
 
@@ -154,19 +155,22 @@ class Index:
     @property
     def changes(self) -> int:
         """Items that the next checkpoint has to bring into the trees, at most."""
-        return len(self._recent) + len(self._pending) + len(self._moved)
+        return len(self._recent) + len(self._pending)
 
     @property
     def checkpoint_size_max(self) -> int:
         """Bytes that the nodes of the next checkpoint take in the ring, at most. Each
         change rewrites a leaf at most, and all changes together at most all nodes."""
-        rewritten = min(2 * self.changes * round_up(NODE_SIZE), self.checkpoint.node_bytes)
+        touched = 2 * self.changes * round_up(NODE_SIZE) + self._moved_bytes
+        rewritten = min(touched, self.checkpoint.node_bytes)
         added = self._recent_bytes + self._pending_bytes + self.changes * ITEM_OVERHEAD
         return (rewritten + added) * 5 // 4 + 4 * round_up(NODE_SIZE)
 
-    def move(self, keys: list[bytes]) -> None:
-        """The next checkpoint writes the nodes anew that lie on the way to these keys."""
+    def move(self, keys: list[bytes], taken: int) -> None:
+        """The next checkpoint writes the nodes anew that begin with these keys, and what
+        leads to them; they take so many bytes."""
         self._moved.update(keys)
+        self._moved_bytes += taken
 
     def update(self, make: Callable[[], Rewrite]) -> Step[TreeUpdate]:
         """Bring what is recent into the trees. Nothing may commit meanwhile."""
@@ -193,6 +197,7 @@ class Index:
         self.checkpoint = checkpoint
         self._recent = SortedDict()
         self._moved = set()
+        self._moved_bytes = 0
         self._recent_bytes = 0
 
 

@@ -19,6 +19,7 @@ from kvfs.engine.io import Step
 FILE_SIZE_MAX = 1 << 62
 _TIME_NS_MIN, _TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # the years 1677 to 2262
 _IDLE_LOOKED_AT = 8
+_KEPT_MIN = 12
 
 Place = tuple[int, int]  # extent id, bytes skipped at its start
 
@@ -158,9 +159,12 @@ class Nodes:
         self.count -= 1
 
     def trim(self, contents: int) -> None:
-        """Forget idle nodes while there are too many, `contents` parts included."""
+        """Forget idle nodes while there are too many, `contents` parts included. Those of
+        an operation that is being prepared are the last used: they stay."""
         looked_at = 0
         while len(self._nodes) + contents > self._limit and looked_at < _IDLE_LOOKED_AT:
+            if len(self._nodes) <= _KEPT_MIN:
+                return
             ino, node = next(iter(self._nodes.items()))
             if ino in self._touched or not node.is_idle:
                 self._nodes.move_to_end(ino)

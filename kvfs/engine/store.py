@@ -50,6 +50,7 @@ _FLUSH_SECONDS = 30.0
 _TICK_SECONDS = 1.0
 _DIRTY_SECONDS = 5.0
 _DIRTY_MIN = 64 * 1024 * 1024
+_CLEANING_TRIES = 4
 _FRACTION_OF_SEGMENT = 8  # an extent is at most this part of a segment
 
 
@@ -415,12 +416,16 @@ class Store:
         try:
             yield from self._perform(ops.Drop(time.time_ns(), ino), purpose=Purpose.REMOVE)
         except (OSError, DeadlineExceeded) as failure:
-            # The name is gone all the same; the inode is dropped at the next mount.
+            # The name is gone all the same; the inode is dropped later.
             log.info("inode %d is kept for now: %s", ino, failure)
 
     def _drop_orphans(self) -> Step[None]:
         for ino in (yield from self._state.orphans()):
             yield from self._state.nodes.node(ino)
+        yield from self._drop_nameless()
+
+    def _drop_nameless(self) -> Step[None]:
+        for ino in list(self._state.nodes.nameless):
             yield from self._drop_if_free(ino)
 
     def _perform(
@@ -466,12 +471,13 @@ class Store:
         yield from writer.written()
         if space.reclaimable or writer.index.changes:
             yield from self._free_what_is_dead()
-        best = -1 << 63
+        best, tries = -1 << 63, 0
         while not space.has_room(charge, writer.promised, purpose):
             left = space.left(writer.promised, purpose)
-            if left <= best or not space.is_enough(charge, writer.promised, purpose):
+            tries = 0 if left > best else tries + 1
+            if tries == _CLEANING_TRIES or not space.is_enough(charge, writer.promised, purpose):
                 raise error(errno.ENOSPC)
-            best = left
+            best = max(best, left)
             yield from writer.clean()
             yield from self._free_what_is_dead()
 
@@ -513,6 +519,7 @@ class Store:
         long = written > options.checkpoint_bytes
         if (due and written) or long or writer.index.changes > options.checkpoint_changes:
             yield from writer.checkpoint()
+        yield from self._drop_nameless()
         if self._space.is_short and self._space.is_worth_cleaning:
             yield from writer.clean()
             yield from writer.checkpoint()

@@ -31,6 +31,7 @@ from kvfs.engine.format import (
     RecordKind,
     Superblock,
     SuperblockFlag,
+    round_up,
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import Completion, Executor, Step, wait, wait_all
@@ -231,8 +232,8 @@ class Writer:
         yield from wait(wanted.written)
 
     def clean(self) -> Step[None]:
-        """Carry what is live out of the segments that are cheapest to empty, at most about
-        a segment of it; two checkpoints later they are free."""
+        """Carry what is live out of the segments that are cheapest to empty, as far as there
+        is room for it; two checkpoints later they are free."""
         self.check()
         if self._cleaning is None:
             self._cleaning = Completion()
@@ -360,11 +361,13 @@ class Writer:
 
     def _clean(self, cleaning: Completion[None]) -> Step[None]:
         try:
-            room = self.space.usable_segment * _WORTH_CLEANING // 100
+            most = self.space.usable_segment * _WORTH_CLEANING // 100
+            budget = max(most, self.space.left(self.promised, Purpose.CLEAN) // 2)
             while (victim := self.ring.victim()) is not None:
                 live = self.ring.live_bytes(victim)
-                room -= live
-                if room < 0 or self.space.left(self.promised, Purpose.CLEAN) < live:
+                budget -= live
+                possible = self.space.left(self.promised, Purpose.CLEAN) >= live
+                if live > most or budget < 0 or not possible:
                     break
                 yield from self._clean_segment(victim)
         except Exception as failure:
@@ -381,7 +384,8 @@ class Writer:
             return
         try:
             keys = partial(cleaner.first_keys, self.device, found.nodes)
-            self.index.move((yield from wait(submit(keys))))
+            taken = sum(round_up(node.stored) for node in found.nodes)
+            self.index.move((yield from wait(submit(keys))), taken)
         except FormatError as fault:
             log.error("segment %d cannot be cleaned: %s", segment, fault)
             ring.unmovable.add(segment)

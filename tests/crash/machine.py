@@ -41,7 +41,8 @@ from tests.support.devices import Flushed, RecordingDevice, random_survival
 
 T = TypeVar("T")
 MIB = 1024 * 1024
-_OPTIONS = StoreOptions(cache_size=4 * MIB, uid=0, gid=0)
+# Little stays in memory, so that much is loaded again.
+_OPTIONS = StoreOptions(cache_size=4 * MIB, index_cache_size=256 * 1024, nodes_max=16, uid=0, gid=0)
 _HISTORY_BYTES = 24 * MIB
 _LOG_CHUNK = 2 * MIB
 _LOG_LIMIT = 8 * MIB
@@ -331,6 +332,10 @@ class CrashMachine(RuleBasedStateMachine):
         step = self.store.sync() if which == "sync" else self.store.checkpoint()
         self.run(self.confirming(step), seed)
 
+    @rule(seed=SEEDS)
+    def clean(self, seed: int) -> None:
+        self.run(self.store.clean(), seed)
+
     @rule(seconds=st.sampled_from([5, 30, 400]), seed=SEEDS)
     def time_passes(self, seconds: int, seed: int) -> None:
         """Sealed after 5 s, flushed after 30 s, a checkpoint after 300 s."""
@@ -515,10 +520,13 @@ class DeferredCrashMachine(CrashMachine):
             found = {entry.name: entry.ino for _, entry in entries}
             assert found == self.tree.nodes[directory].entries
 
-    @rule(seed=SEEDS, which=st.sampled_from(["sync", "checkpoint"]))
+    @rule(seed=SEEDS, which=st.sampled_from(["sync", "checkpoint", "clean"]))
     def begin_in_the_background(self, seed: int, which: str) -> None:
-        step = self.store.sync() if which == "sync" else self.store.checkpoint()
-        self.executor.begin(self.confirming(step))
+        if which == "clean":
+            self.executor.begin(self.store.clean())
+        else:
+            step = self.store.sync() if which == "sync" else self.store.checkpoint()
+            self.executor.begin(self.confirming(step))
 
     def stop(self, seed: int) -> None:
         self.executor.random.seed(seed)

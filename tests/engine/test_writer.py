@@ -425,7 +425,7 @@ def test_dirty_sealed_and_stored_bytes_are_read_as_one(deferred: DeferredBench) 
 def test_frames_lie_where_the_ring_is(deferred: DeferredBench) -> None:
     """No write outside of the superblock slots and the segments."""
     ino = deferred.make_file(b"file")
-    for number in range(20):
+    for number in range(16):
         deferred.go(deferred.store.write(ino, number * MIB // 2, noise(MIB // 2, number)))
     deferred.go(deferred.store.close())
     for event in deferred.device.events:
