@@ -34,7 +34,7 @@ from kvfs.engine.format import (
 from kvfs.engine.index import Index
 from kvfs.engine.io import DeadlineExceeded, Executor, InlineExecutor, Step, run, settled, wait_all
 from kvfs.engine.nodecache import NodeCache
-from kvfs.engine.nodes import Node, error
+from kvfs.engine.nodes import Node, error, nearest_time
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.ring import Geometry, Ring
 from kvfs.engine.space import Purpose, Space, changes, cost
@@ -214,15 +214,16 @@ class Store:
         return self._state.nodes.node(ino)
 
     def lookup(self, directory: int, name: bytes) -> Step[Node]:
-        """Raises ENOENT, ENOTDIR, ENAMETOOLONG."""
+        """Raises ENOENT, ENOTDIR, ENAMETOOLONG. `.` of a file is itself: so the kernel asks
+        for what it knows by its number alone."""
         return settled(lambda: self._lookup(directory, name))
 
     def _lookup(self, directory: int, name: bytes) -> Step[Node]:
         parent = yield from self._state.nodes.node(directory)
-        if not parent.is_directory:
-            raise error(errno.ENOTDIR)
         if name == b".":
             return parent
+        if not parent.is_directory:
+            raise error(errno.ENOTDIR)
         if name == b"..":
             return (yield from self._state.nodes.node(parent.inode.parent))
         _, dentry = yield from self._state.names.existing(directory, name)
@@ -363,7 +364,10 @@ class Store:
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
     ) -> Step[Node]:
-        op = ops.SetAttributes(time.time_ns(), ino, mode, uid, gid, size, atime_ns, mtime_ns)
+        op = ops.SetAttributes(
+            time.time_ns(), ino, mode, uid, gid, size,
+            nearest_time(atime_ns), nearest_time(mtime_ns),
+        )  # fmt: skip
         yield from self._perform(op, purpose=Purpose.STORE if size is None else Purpose.REMOVE)
         return (yield from self._state.nodes.node(ino))
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import UUID
 
-from kvfs.engine.codec import Codec
+from kvfs.engine.codec import ITEM_SIZES, Codec, elements
 from kvfs.engine.files import Stored
 from kvfs.engine.format import FIRST_FREE_ID, Inode
 from kvfs.engine.io import Step
@@ -22,8 +22,14 @@ from kvfs.mount.metrics import metrics
 
 PREFIX = b"user.kvfs."
 _XATTR_MAX = 64 * 1024 - 1
-# What may be set by a user and is kept; the rest of the prefix is answered or refused.
-_SETTABLE = {b"codec", b"dtype", b"shape", b"model"}
+# What may be set by a user and is kept, and which values say something; the rest of the
+# prefix is answered or refused.
+_SETTABLE: dict[bytes, Callable[[bytes], bool]] = {
+    b"codec": lambda value: True,  # the store checks it
+    b"dtype": lambda value: value in [name.encode() for name in ITEM_SIZES],
+    b"shape": lambda value: elements(value) is not None,
+    b"model": lambda value: True,
+}
 
 CONTROL_NAME = b".kvfs"
 CONTROL_INODE = 2
@@ -40,12 +46,18 @@ def read_xattr(store: Store, ino: int, name: bytes) -> Step[bytes]:
     return value
 
 
-def check_settable(name: bytes) -> None:
-    """Raises EOPNOTSUPP for names of ours that are not settings, and for ACLs."""
+def check_settable(name: bytes, value: bytes) -> None:
+    """Raises EOPNOTSUPP for names of ours that are not settings, and for ACLs; EINVAL for
+    values that say nothing."""
     if name.startswith(b"system."):
         raise error(errno.EOPNOTSUPP)
-    if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _SETTABLE:
+    if not name.startswith(PREFIX):
+        return
+    check = _SETTABLE.get(name.removeprefix(PREFIX))
+    if check is None:
         raise error(errno.EOPNOTSUPP)
+    if not check(value):
+        raise error(errno.EINVAL)
 
 
 def _extents(store: Store, ino: int) -> Step[bytes]:

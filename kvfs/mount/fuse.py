@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 import pyfuse3
+import trio
 from pyfuse3 import (
     EntryAttributes,
     FileHandleT,
@@ -74,9 +75,11 @@ def _handler(
 
 @dataclass(slots=True)
 class _Handle:
-    """An open file or directory. `snapshot` is the content of a file in `/.kvfs`."""
+    """An open file or directory. `direct`: opened with O_DIRECT; `snapshot` is the content
+    of a file in `/.kvfs`."""
 
     ino: int
+    direct: bool = False
     reader: Reader | None = None
     snapshot: bytes | None = None
 
@@ -102,6 +105,8 @@ class Filesystem(pyfuse3.Operations):
         self._handles: dict[int, _Handle] = {}
         self._next_handle = 0
         self._changed_blocks: set[int] = set()
+        # Files of which the kernel may have pages that it read since it was told to drop them.
+        self._in_page_cache: set[int] = set()
         self._notices = _Notices()
         store.watch_blocks(self._blocks_changed)
 
@@ -130,6 +135,8 @@ class Filesystem(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         for ino, count in inode_list:
             await self._run(self._store.unpin(ino, count))
+            if not self._store.is_pinned(ino):
+                self._in_page_cache.discard(ino)
 
     @_handler
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
@@ -246,6 +253,8 @@ class Filesystem(pyfuse3.Operations):
         handle = self._handles[fh]
         if handle.snapshot is not None:
             return handle.snapshot[off : off + size]
+        if not handle.direct:
+            self._in_page_cache.add(handle.ino)
         # The reply is copied before anything else runs, so it may be a view.
         return cast(bytes, await self._run(self._read(handle, off, size)))
 
@@ -256,7 +265,11 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
-        return await self._run(self._store.write(self._handles[fh].ino, off, buf))
+        handle = self._handles[fh]
+        written = await self._run(self._store.write(handle.ino, off, buf))
+        if handle.direct and handle.ino in self._in_page_cache:
+            await self._drop_pages(handle.ino)
+        return written
 
     @_handler
     async def flush(self, fh: FileHandleT) -> None:
@@ -336,14 +349,16 @@ class Filesystem(pyfuse3.Operations):
         self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext
     ) -> None:
         _refuse_control_inode(inode)
-        control.check_settable(name)
+        control.check_settable(name, value)
         await self._run(self._store.set_xattr(inode, name, value))
 
     @_handler
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
         if control.is_control(inode):
             return []
-        return await self._run(self._store.xattr_names(inode))
+        names = await self._run(self._store.xattr_names(inode))
+        # The kernel keeps others from reading trusted ones; who lists them is for us to see.
+        return [name for name in names if ctx.uid == 0 or not name.startswith(b"trusted.")]
 
     @_handler
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
@@ -383,7 +398,7 @@ class Filesystem(pyfuse3.Operations):
             return node
 
     async def _open(self, ino: int, flags: int) -> FileInfo:
-        handle = _Handle(ino)
+        handle = _Handle(ino, direct=bool(flags & os.O_DIRECT))
         if flags & os.O_ACCMODE != os.O_WRONLY:
             handle.reader = await self._run(self._look_ahead.opened(ino))
         self._store.pin(ino)
@@ -400,6 +415,15 @@ class Filesystem(pyfuse3.Operations):
         """The kernel will know this inode: hold it until it is forgotten."""
         self._store.pin(node.inode.ino)
         return _node_attributes(node)
+
+    async def _drop_pages(self, ino: int) -> None:
+        """Of an asynchronous O_DIRECT write the kernel drops the pages before it sends it to us
+        and not after: what others read in between is old, and would stay."""
+        self._in_page_cache.discard(ino)
+        try:
+            await trio.to_thread.run_sync(pyfuse3.invalidate_inode, InodeT(ino))
+        except OSError as failure:
+            log.debug("the pages of inode %d: %s", ino, failure)
 
     def _blocks_changed(self, inodes: list[int]) -> None:
         self._changed_blocks.update(inodes)
