@@ -44,6 +44,7 @@ MIB = 1024 * 1024
 # Little stays in memory, so that much is loaded again.
 _OPTIONS = StoreOptions(cache_size=4 * MIB, index_cache_size=256 * 1024, nodes_max=16, uid=0, gid=0)
 _HISTORY_BYTES = 24 * MIB
+_INODES_MAX = 60
 _LOG_CHUNK = 2 * MIB
 _LOG_LIMIT = 8 * MIB
 _DIRECTORY_MODE = stat.S_IFDIR | 0o755
@@ -238,6 +239,30 @@ class CrashMachine(RuleBasedStateMachine):
         self.used.append(ino)
         self.device.note("used", len(self.used))
         return ino
+
+    @rule(pick=PICKS, name=NAMES, seed=SEEDS)
+    def fork(self, pick: int, name: bytes, seed: int) -> None:
+        source = self.a_directory(pick)
+        if len(self.tree.reachable()) > _INODES_MAX:
+            return
+
+        def forked(tree: Tree, node: Any) -> Tree:
+            copies = {ino: -ino for ino in tree.below(source)}
+            if node:
+                copies = self.copies(tree, source, node.inode.ino)
+                self.used += copies.values()
+                self.device.note("used", len(self.used))
+            return tree.fork(source, name, copies)
+
+        self.do(self.store.fork(source, name), forked, seed)
+
+    def copies(self, tree: Tree, source: int, root: int) -> dict[int, int]:
+        copies = {source: root}
+        for ino in tree.below(source):
+            for name, child in tree.nodes[ino].entries.items():
+                copies[child] = self.run(self.store.lookup(copies[ino], name)).inode.ino
+        assert not set(copies.values()) & set(self.used), "an inode number was given twice"
+        return copies
 
     @rule(pick=PICKS, offset=OFFSETS, size=SIZES, seed=SEEDS)
     def write(self, pick: int, offset: int, size: int, seed: int) -> None:
