@@ -172,6 +172,19 @@ class Files:
             self.truncate(node, 0)
         self._dirty.pop(node.inode.ino, None)
 
+    def discard(self, ino: int, content: Content, extents: list[Known]) -> None:
+        """Drop a file that need not be in use; `content` and `extents` are its snapshot."""
+        node = self._nodes.in_use(ino)
+        if node is not None and node.content is not None:
+            self.drop(node)
+            return
+        for run in content.map:
+            self._index.delete(map_key(ino, run.start))
+        for known in extents:
+            self.table.use(known)
+            self.table.refer(known, -content.uses[known.extent_id])
+            self.table.let_go(known)
+
     def _map_changed(
         self, node: Node, content: Content, removed: list[Run[Place]], added: list[Run[Place]]
     ) -> None:

@@ -124,6 +124,13 @@ class Nodes:
         self._nodes.move_to_end(ino)
         return node
 
+    def in_use(self, ino: int) -> Node | None:
+        return self._nodes.get(ino)
+
+    def use(self, inode: Inode) -> Node:
+        """The node of an inode as it was just read."""
+        return self._nodes.setdefault(inode.ino, Node(inode))
+
     def directory(self, ino: int) -> Step[Node]:
         """A directory that is still there. Raises ENOTDIR, ENOENT."""
         node = yield from self.node(ino)

@@ -133,11 +133,27 @@ class Fork(Operation):
     item_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Reclaim(Operation):
+    """Remove a unit as a whole: a directory with all below it, or a file. `number` and
+    `entry` are its line in the log of what was reclaimed, `forgotten` the last number that
+    goes from there; `items` tells what it costs."""
+
+    CODE: ClassVar[int] = 12
+    parent: int
+    name: bytes
+    ino: int
+    number: int
+    entry: bytes
+    forgotten: int
+    items: int
+
+
 _TYPES: dict[int, type[Operation]] = {
     type_.CODE: type_
     for type_ in (
         Create, Link, Unlink, Rmdir, Rename, SetAttributes, Write, SetXattr, RemoveXattr, Drop,
-        Fork,
+        Fork, Reclaim,
     )
 }  # fmt: skip
 _FIELDS = {type_: tuple(f.name for f in fields(type_)) for type_ in _TYPES.values()}

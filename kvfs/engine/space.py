@@ -42,12 +42,14 @@ def cost(op: ops.Operation) -> int:
             return 2 * _OPERATION_COST
         case ops.Fork():
             return _OPERATION_COST + op.items * ITEM_OVERHEAD + op.item_bytes
+        case ops.Reclaim():
+            return _OPERATION_COST + op.items * ITEM_OVERHEAD
     return _OPERATION_COST
 
 
 def changes(op: ops.Operation) -> int:
     """Items of the index that an operation may change."""
-    return op.items if isinstance(op, ops.Fork) else _OPERATION_CHANGES
+    return op.items if isinstance(op, ops.Fork | ops.Reclaim) else _OPERATION_CHANGES
 
 
 @dataclass(slots=True)

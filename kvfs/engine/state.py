@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import stat
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -17,7 +18,6 @@ from kvfs.engine import ops
 from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, layout_of
 from kvfs.engine.files import Files, SealedFiles
-from kvfs.engine.fork import Original, Tree, read_tree
 from kvfs.engine.format import (
     DIRECTORIES_PER_GROUP,
     NAME_LENGTH_MAX,
@@ -31,12 +31,16 @@ from kvfs.engine.format import (
     group_of,
     inode_number,
     key_owner,
+    log_key,
     orphan_key,
+    symlink_key,
+    unit_key,
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import Step
 from kvfs.engine.names import Names
 from kvfs.engine.nodes import FILE_SIZE_MAX, Content, Node, Nodes, error
+from kvfs.engine.subtree import Original, Tree, read_tree
 
 CODEC_XATTR = b"user.kvfs.codec"
 DTYPE_XATTR = b"user.kvfs.dtype"
@@ -132,6 +136,8 @@ class State:
                 return (yield from self._drop(op))
             case ops.Fork():
                 return (yield from self._fork(op))
+            case ops.Reclaim():
+                return (yield from self._reclaim(op))
         raise AssertionError(op)
 
     def _write(self, op: ops.Write, data: Callable[[], Kept]) -> Step[Done]:
@@ -352,7 +358,7 @@ class State:
         return done
 
     def read_tree(self, root: int) -> Step[Tree]:
-        """What a fork of a directory copies. Raises ENOTDIR, ENOENT, EFBIG."""
+        """A directory and all below it. Raises ENOENT, EFBIG."""
         return read_tree(self.nodes, self.names, self.files, root)
 
     def _fork(self, op: ops.Fork) -> Step[Done]:
@@ -416,6 +422,47 @@ class State:
             self.names.put(new, slot, child, dentry.name)
         if original.content is not None:
             self.files.share(node, original.content, original.extents)
+
+    def _reclaim(self, op: ops.Reclaim) -> Step[Done]:
+        parent = yield from self.nodes.node(op.parent)
+        slot, dentry = yield from self.names.existing(op.parent, op.name)
+        if dentry.ino != op.ino:
+            raise error(errno.ENOENT, op.name)
+        tree = yield from read_tree(self.nodes, self.names, self.files, op.ino)
+        links = Counter(
+            dentry.ino for original in tree.originals.values() for _, dentry in original.entries
+        )
+        links[op.ino] += 1
+
+        def done() -> Inode:
+            self._remove_name(slot, parent, op.time_ns)
+            parent.inode.nlink -= stat.S_ISDIR(dentry.type)
+            for ino, original in tree.originals.items():
+                for below, _ in original.entries:
+                    self.names.remove(ino, below)
+                self._lose_links(ino, original, links[ino], op.time_ns)
+            self._index.delete(unit_key(op.ino))
+            self._index.put(log_key(op.number), op.entry)
+            self._index.delete(log_key(op.forgotten))
+            return parent.inode
+
+        return done
+
+    def _lose_links(self, ino: int, original: Original, count: int, time_ns: int) -> None:
+        inode = original.inode
+        if not stat.S_ISDIR(inode.mode) and inode.nlink > count:
+            node = self.nodes.use(inode)
+            node.inode.nlink -= count
+            node.inode.ctime_ns = time_ns
+            self.nodes.touch(node)
+            return
+        if original.content is not None:
+            self.files.discard(ino, original.content, original.extents)
+        for slot, _ in original.xattrs:
+            self.names.remove_xattr(ino, slot)
+        if original.target is not None:
+            self._index.delete(symlink_key(ino))
+        self.nodes.drop(ino)
 
     # -- what operations have in common
 

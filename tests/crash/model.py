@@ -211,6 +211,18 @@ class Tree:
             nodes[copies[below]] = replace(node, entries=entries, links=count)
         return Tree(nodes)._enter(parent, name, copies[ino])
 
+    def reclaim(self, parent: int, name: bytes) -> Tree:
+        ino = self._lookup(parent, name)
+        below = self.below(ino)
+        links = Counter(child for above in below for child in self.nodes[above].entries.values())
+        links[ino] += 1
+        nodes = dict(self.nodes)
+        for gone in below:
+            node = nodes[gone]
+            left = 0 if node.is_directory else node.links - links[gone]
+            nodes[gone] = replace(node, links=left, entries={})
+        return Tree(nodes)._leave(parent, name)
+
     # -- parts of them
 
     def _with(self, ino: int, node: Node) -> Tree:

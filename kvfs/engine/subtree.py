@@ -1,8 +1,4 @@
-"""Fork: a copy-on-write copy of a directory tree, made of metadata alone.
-
-The copies get inodes of their own; extents are shared, and live until the last file
-that refers to them is gone.
-"""
+"""A directory tree as it is at one moment: what fork copies and reclaim removes."""
 
 from __future__ import annotations
 
@@ -59,8 +55,8 @@ class Tree:
 
 
 def read_tree(nodes: Nodes, names: Names, files: Files, root: int) -> Step[Tree]:
-    """Raises ENOTDIR, ENOENT; EFBIG for a tree that is too large to be one operation."""
-    yield from nodes.directory(root)
+    """What lies below an inode, itself first. Raises ENOENT; EFBIG for a tree that is too
+    large to be one operation."""
     tree = Tree()
     waiting = [root]
     while waiting:
