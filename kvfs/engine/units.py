@@ -44,6 +44,18 @@ class Victim:
     unit: Unit
 
 
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session as `/.kvfs/sessions` shows it. `stored` in bytes, as of its last use."""
+
+    path: str
+    uid: int
+    stored: int
+    used_ns: int
+    ttl_s: int
+    pinned: bool
+
+
 @dataclass(slots=True)
 class Units:
     """`total` tells the size of the ring in bytes. `opened` counts open files by inode;
@@ -197,6 +209,30 @@ class Units:
         low, high = unit_key(start), bytes([TABLE_UNITS]) + b"\xff" * (len(unit_key(0)) - 1)
         items = yield from self.index.scan(low, high, limit)
         return [(key_owner(key), Unit.unpack(value)) for key, value in items if value]
+
+    def sessions(self) -> Step[list[Session]]:
+        """Those that were used, the last used first."""
+        found = []
+        cursor = 0
+        while True:
+            batch = yield from self._records(cursor, _SCAN_ITEMS)
+            for ino, unit in batch:
+                if not unit.is_pool:
+                    found += yield from self._session(ino, unit)
+            if len(batch) < _SCAN_ITEMS:
+                return sorted(found, key=lambda session: session.used_ns, reverse=True)
+            cursor = batch[-1][0] + 1
+
+    def _session(self, ino: int, unit: Unit) -> Step[list[Session]]:
+        try:
+            node = yield from self.state.nodes.node(ino)
+            if not node.is_directory:
+                return []
+            path = (yield from self.path(ino)).decode(errors="surrogateescape")
+            pinned = yield from self.is_pinned(ino)
+        except FileNotFoundError:
+            return []
+        return [Session(path, node.inode.uid, unit.stored, unit.used_ns, unit.ttl_s, pinned)]
 
     def is_removable(self, victim: Victim, now_ns: int) -> Step[bool]:
         """Neither pinned nor open nor just used. A unit that is gone is forgotten."""

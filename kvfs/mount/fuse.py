@@ -109,6 +109,7 @@ class Filesystem(pyfuse3.Operations):
         self._in_page_cache: set[int] = set()
         self._notices = _Notices()
         store.watch_blocks(self._blocks_changed)
+        store.reclaimer.on_removed = self._removed
 
     async def _run(self, step: Step[R]) -> R:
         return await drive(step, self._deadline_seconds)
@@ -120,9 +121,9 @@ class Filesystem(pyfuse3.Operations):
         self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         if parent_inode == ROOT_INODE and name == control.CONTROL_NAME:
-            return await self._control_attributes(control.CONTROL_INODE, ctx.uid)
+            return await self._control_attributes(control.CONTROL_INODE)
         if parent_inode == control.CONTROL_INODE:
-            return await self._control_attributes(control.find_control_file(name), ctx.uid)
+            return await self._control_attributes(control.find_control_file(name))
         try:
             node = await self._run(self._store.lookup(parent_inode, name))
         except OSError as failure:
@@ -141,7 +142,7 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
         if control.is_control(inode):
-            return await self._control_attributes(inode, ctx.uid)
+            return await self._control_attributes(inode)
         return _node_attributes(await self._run(self._store.node(inode)))
 
     @_handler
@@ -243,7 +244,7 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         if control.is_control(inode):
-            return self._open_control(inode, flags, ctx.uid)
+            return await self._open_control(inode, flags, ctx.uid)
         if flags & os.O_TRUNC:
             await self._run(self._store.set_attributes(inode, size=0))
         return await self._open(inode, flags)
@@ -279,6 +280,7 @@ class Filesystem(pyfuse3.Operations):
     async def release(self, fh: FileHandleT) -> None:
         handle = self._handles.pop(fh)
         if handle.snapshot is None:
+            self._store.closed(handle.ino)
             await self._run(self._store.unpin(handle.ino))
 
     @_handler
@@ -332,7 +334,7 @@ class Filesystem(pyfuse3.Operations):
         data = StatvfsData()
         data.f_bsize = data.f_frsize = BLOCK
         data.f_blocks = space.total // BLOCK
-        data.f_bfree = data.f_bavail = space.free // BLOCK
+        data.f_bfree, data.f_bavail = space.free // BLOCK, space.available // BLOCK
         data.f_ffree = data.f_favail = space.free // BLOCK
         data.f_files = space.inodes + data.f_ffree
         data.f_namemax = NAME_LENGTH_MAX
@@ -349,6 +351,8 @@ class Filesystem(pyfuse3.Operations):
         self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext
     ) -> None:
         _refuse_control_inode(inode)
+        if name == control.FORK:
+            return await self._fork(inode, value, ctx)
         control.check_settable(name, value)
         await self._run(self._store.set_xattr(inode, name, value))
 
@@ -402,6 +406,7 @@ class Filesystem(pyfuse3.Operations):
         if flags & os.O_ACCMODE != os.O_WRONLY:
             handle.reader = await self._run(self._look_ahead.opened(ino))
         self._store.pin(ino)
+        self._store.opened(ino)
         # Also for O_DIRECT: the kernel then splits a large request into several at once, and
         # keeps its page cache coherent; with direct_io it would wait for each.
         return FileInfo(fh=self._add_handle(handle), direct_io=False, keep_cache=True)
@@ -425,6 +430,25 @@ class Filesystem(pyfuse3.Operations):
         except OSError as failure:
             log.debug("the pages of inode %d: %s", ino, failure)
 
+    async def _fork(self, ino: int, name: bytes, ctx: RequestContext) -> None:
+        """The copy belongs to whom the original belongs to: only they make one, and only
+        where they may make names."""
+        if not name or b"/" in name or b"\0" in name or name in (b".", b".."):
+            raise FUSEError(errno.EINVAL)
+        source = (await self._run(self._store.node(ino))).inode
+        _refuse_control(source.parent, name)
+        parent = (await self._run(self._store.node(source.parent))).inode
+        if ctx.uid not in (0, source.uid) or not _may_write(parent, ctx):
+            raise FUSEError(errno.EACCES)
+        await self._run(self._store.fork(ino, name))
+        # The kernel may remember that there was no such name; who forks looks at once.
+        await trio.to_thread.run_sync(_forget_name, source.parent, name)
+        self._notices.add(source.parent)
+
+    def _removed(self, names: list[tuple[int, bytes]]) -> None:
+        for directory, name in names:
+            self._notices.add(directory, name)
+
     def _blocks_changed(self, inodes: list[int]) -> None:
         self._changed_blocks.update(inodes)
 
@@ -438,17 +462,16 @@ class Filesystem(pyfuse3.Operations):
 
     # -- /.kvfs
 
-    async def _control_attributes(self, ino: int, uid: int) -> EntryAttributes:
+    async def _control_attributes(self, ino: int) -> EntryAttributes:
         root = await self._run(self._store.node(ROOT_INODE))
-        size = 0 if ino == control.CONTROL_INODE else len(control.render(self._mounted, ino, uid))
-        attributes = _attributes(control.control_inode(ino, root.inode, size), 0)
+        attributes = _attributes(control.control_inode(ino, root.inode), 0)
         attributes.attr_timeout = 0
         return attributes
 
-    def _open_control(self, ino: int, flags: int, uid: int) -> FileInfo:
+    async def _open_control(self, ino: int, flags: int, uid: int) -> FileInfo:
         if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
             raise FUSEError(errno.EACCES)
-        snapshot = control.render(self._mounted, ino, uid)
+        snapshot = await self._run(control.render(self._mounted, ino, uid))
         handle = self._add_handle(_Handle(ino, snapshot=snapshot))
         return FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
@@ -456,8 +479,7 @@ class Filesystem(pyfuse3.Operations):
         root = await self._run(self._store.node(ROOT_INODE))
         entries = [(b".", control.CONTROL_INODE), (b"..", ROOT_INODE), *control.control_files()]
         for number, (name, ino) in enumerate(entries[start_id:], start_id + 1):
-            # The size depends on the caller, who is asked for at a stat: nothing is cached.
-            inode = root.inode if ino == ROOT_INODE else control.control_inode(ino, root.inode, 0)
+            inode = root.inode if ino == ROOT_INODE else control.control_inode(ino, root.inode)
             attributes = _attributes(inode, 0)
             attributes.attr_timeout = 0
             if not pyfuse3.readdir_reply(token, name, attributes, number):
@@ -465,27 +487,46 @@ class Filesystem(pyfuse3.Operations):
 
 
 class _Notices:
-    """Tells the kernel to ask again for attributes, from a thread: telling it may block on
-    a lock that is held by a request of ours. A full queue drops notices."""
+    """Tells the kernel to ask again for attributes, or for a name, from a thread: telling
+    it may block on a lock that is held by a request of ours. A full queue drops notices."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[int] = queue.Queue(_NOTICES_MAX)
+        self._queue: queue.Queue[tuple[int, bytes | None]] = queue.Queue(_NOTICES_MAX)
         threading.Thread(target=self._work, name="kvfs-notices", daemon=True).start()
 
-    def add(self, ino: int) -> None:
+    def add(self, ino: int, name: bytes | None = None) -> None:
+        """For an inode's attributes, or for a name in a directory."""
         try:
-            self._queue.put_nowait(ino)
+            self._queue.put_nowait((ino, name))
         except queue.Full:
             log.debug("too many notices to the kernel: one for inode %d is dropped", ino)
 
     def _work(self) -> None:
         while True:
-            ino = self._queue.get()
+            ino, name = self._queue.get()
+            if name is not None:
+                _forget_name(ino, name)
+                continue
             try:
                 pyfuse3.invalidate_inode(InodeT(ino), attr_only=True)
             except OSError as failure:
                 # ENOENT: the kernel has forgotten it meanwhile.
                 log.debug("notice for inode %d: %s", ino, failure)
+
+
+def _may_write(directory: Inode, ctx: RequestContext) -> bool:
+    if ctx.uid in (0, directory.uid):
+        return ctx.uid == 0 or bool(directory.mode & stat.S_IWUSR)
+    if directory.gid == ctx.gid or directory.gid in pyfuse3.get_sup_groups(ctx.pid):
+        return bool(directory.mode & stat.S_IWGRP)
+    return bool(directory.mode & stat.S_IWOTH)
+
+
+def _forget_name(directory: int, name: bytes) -> None:
+    try:
+        pyfuse3.invalidate_entry(InodeT(directory), FileNameT(name))
+    except OSError as failure:
+        log.debug("notice for a name in directory %d: %s", directory, failure)
 
 
 def _refuse_control(parent: int, name: bytes) -> None:
