@@ -14,6 +14,7 @@ from kvfs.engine.format import TABLE_LOG, Inode, key_owner, log_key
 from kvfs.engine.io import Completion, Step, wait
 from kvfs.engine.space import Purpose
 from kvfs.engine.units import Units, Victim, largest
+from kvfs.engine.writer import Counters
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,9 @@ class Reclaimer:
 
     units: Units
     perform: Perform
+    counters: Counters
     is_on: bool
     on_removed: Removed = field(default=lambda names: None)
-    removed_units: int = 0
-    removed_bytes: int = 0
     _next_number: int | None = None
     _working: Completion[None] | None = None
     _holders_named: float = field(default=float("-inf"))
@@ -109,8 +109,8 @@ class Reclaimer:
             yield from self.perform(op, purpose=Purpose.REMOVE)
         except FileNotFoundError:
             return False  # it was removed or renamed meanwhile
-        self.removed_units += 1
-        self.removed_bytes += victim.unit.stored
+        self.counters.reclaimed_units += 1
+        self.counters.reclaimed += victim.unit.stored
         log.info("reclaimed %s (%d bytes): %s", entry["path"], victim.unit.stored, why)
         names = [
             (ino, dentry.name)

@@ -114,7 +114,9 @@ class Store:
         self._reader = ExtentReader(device, executor, loaded.ring, options.cache_size)
         self._assembler = Assembler(self._reader)
         self._units = Units(loaded.index, loaded.state, lambda: self._space.total)
-        self._reclaimer = Reclaimer(self._units, self._perform, options.reclaim)
+        self._reclaimer = Reclaimer(
+            self._units, self._perform, self._writer.counters, options.reclaim
+        )
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None
 

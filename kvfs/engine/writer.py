@@ -77,6 +77,8 @@ class Counters:
     checkpoints: int = 0
     cleaned_segments: int = 0
     carried: int = 0
+    reclaimed_units: int = 0
+    reclaimed: int = 0
     recovered_operations: int = 0
     replayed_frames: int = 0
 

@@ -158,8 +158,6 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "segments": superblock.segment_count,
         "unsaved": store.unsaved,
         "counters": asdict(store.counters),
-        "reclaimed_units": store.reclaimer.removed_units,
-        "reclaimed_bytes": store.reclaimer.removed_bytes,
         "errors": asdict(store.reader.errors),
     }
 
