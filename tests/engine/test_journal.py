@@ -25,6 +25,7 @@ from kvfs.engine.format import (
 from kvfs.engine.io import run
 from kvfs.engine.ring import Geometry, read_header
 from kvfs.engine.store import Store
+from tests.engine.audit import audit
 from tests.engine.kit import FILE, MIB, Bench, flip, frames_written, new_device, noise, wipe
 from tests.support.devices import RecordingDevice
 
@@ -395,6 +396,27 @@ def test_a_damaged_checkpoint_is_refused(bench: Bench) -> None:
     flip(image, bench.store.superblock.checkpoint.address)
     with pytest.raises(DeviceError, match="fails its checksum; the index"):
         bench.open_image(image)
+
+
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_leads_to_the_same_state(
+    bench: Bench,
+) -> None:
+    for number in range(3):
+        bench.write(bench.make(b"%d" % number), noise(100_000, number))
+        run(bench.store.checkpoint())
+    bench.write(bench.make(b"later"), noise(50_000))
+    run(bench.store.sync())
+    image = bytearray(bench.device.image)
+    flip(image, bench.store.superblock.checkpoint.address + 8)
+    store = bench.open_image(image)
+    assert sorted(entry.name for _, entry in run(store.list_directory(1, 0, 100))) == [
+        b"0", b"1", b"2", b"later",
+    ]  # fmt: skip
+    for number in range(3):
+        ino = run(store.lookup(1, b"%d" % number)).inode.ino
+        assert bytes(run(store.read(ino, 0, 100_000))) == noise(100_000, number)
+    run(store.sync())
+    audit(store)
 
 
 def test_a_checkpoint_write_that_was_lost_is_refused(bench: Bench) -> None:
