@@ -631,7 +631,7 @@ def _load_newest(
     reasons = []
     for start in superblocks.starting_points():
         try:
-            loaded = _load(device, name, start, options)
+            loaded = _load(device, name, start, superblocks.newest.durable, options)
             if loaded.ring.position.sequence < superblocks.newest.replay.sequence:
                 raise FormatError("the log does not lead to the newest checkpoint")
         except (FormatError, OSError) as fault:
@@ -643,14 +643,16 @@ def _load_newest(
     raise DeviceError(f"{name}: {reasons[0]}; the index cannot be read: try kvfs fsck {name}")
 
 
-def _load(device: Device, name: str, superblock: Superblock, options: StoreOptions) -> _Loaded:
+def _load(
+    device: Device, name: str, superblock: Superblock, durable: int, options: StoreOptions
+) -> _Loaded:
     """Raises FormatError when the checkpoint is not what was written, OSError."""
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
     ring = Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
     checkpoint = journal.read_checkpoint(device, superblock.checkpoint, ring)
     # While the store is opened, reads wait in place.
     index = Index(NodeCache(device, InlineExecutor(), ring, options.index_cache_size), checkpoint)
-    replayed = journal.replay(device, ring, index, superblock)
+    replayed = journal.replay(device, ring, index, superblock, durable)
     extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
     state = State(index, superblock.hash_key, extent_max, options.nodes_max)
     run(state.load_counts())
