@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from sortedcontainers import SortedDict
 
@@ -130,7 +131,7 @@ class Index:
 
     def seal(self) -> tuple[int, list[Item]]:
         """End the open batch: its number and its changes, by key."""
-        sealed, items = self._batch, sorted(self._open.items())
+        sealed, items = self._batch, sorted(self._open.items(), key=itemgetter(0))
         self._batch += 1
         self._open = {}
         return sealed, items

@@ -239,7 +239,7 @@ class Store:
         return self._state.names.xattr(ino, name)
 
     def xattr_names(self, ino: int) -> Step[list[bytes]]:
-        return self._state.names.xattr_names(ino)
+        return list((yield from self._state.names.xattrs(ino)))
 
     def read(self, ino: int, offset: int, length: int) -> Step[memoryview]:
         """Bytes of a file, short at its end only. Raises EIO for what fails its checksum.
@@ -384,19 +384,14 @@ class Store:
 
     def pin(self, ino: int) -> None:
         """Somebody holds the inode (an open file, the kernel's memory of it)."""
-        pins = self._state.nodes.pins
-        pins[ino] = pins.get(ino, 0) + 1
+        self._state.nodes.pins.add(ino)
 
     def is_pinned(self, ino: int) -> bool:
         return ino in self._state.nodes.pins
 
     def unpin(self, ino: int, count: int = 1) -> Step[None]:
         """So many holders less; without holders and names the inode is gone."""
-        pins = self._state.nodes.pins
-        left = pins.pop(ino, 0) - count
-        if left > 0:
-            pins[ino] = left
-        else:
+        if not self._state.nodes.pins.remove(ino, count):
             yield from self._drop_if_free(ino)
 
     def _remove(self, op: ops.Operation) -> Step[int]:
