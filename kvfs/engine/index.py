@@ -8,6 +8,7 @@ since the last checkpoint. Below them the B-trees of that checkpoint, on the dev
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -175,15 +176,15 @@ class Index:
 
     def update(self, make: Callable[[], Rewrite]) -> Step[TreeUpdate]:
         """Bring what is recent into the trees. Nothing may commit meanwhile."""
-        changes: dict[bytes, Change] = {key: (key, btree.Keep.KEEP) for key in self._moved}
-        changes.update((key, (key, value)) for key, value in self._recent.items())
-        ordered = [changes[key] for key in sorted(changes)]
-        names = [change for change in ordered if change[0] < _EXTENTS_START]
+        recent = self._recent
+        keys = sorted([*recent, *(key for key in self._moved if key not in recent)])
+        changes: list[Change] = [(key, recent.get(key, btree.Keep.KEEP)) for key in keys]
+        names = bisect_left(keys, _EXTENTS_START)
         of_names, of_extents = make(), make()
         after = replace(
             self.checkpoint,
-            names=(yield from of_names.run(self.checkpoint.names, names)),
-            extents=(yield from of_extents.run(self.checkpoint.extents, ordered[len(names) :])),
+            names=(yield from of_names.run(self.checkpoint.names, changes[:names])),
+            extents=(yield from of_extents.run(self.checkpoint.extents, changes[names:])),
         )
         update = TreeUpdate(
             after,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 _RECENT_MIN = 4096
-_RECENT_SHARE = 16  # at most one part in so many is in the dict
+_RECENT_SHARE = 64  # at most one part in so many is in the dict
 
 _END = np.iinfo(np.int64).max
 
@@ -55,8 +55,11 @@ class Pins:
         return int(self._counts[at]) if self._inos[at] == ino else 0
 
     def _merge(self) -> None:
-        recent, self._recent = sorted(self._recent.items()), {}
-        inos, changes = np.array(recent, np.int64).reshape(-1, 2).T
+        recent, self._recent = self._recent, {}
+        inos = np.fromiter(recent.keys(), np.int64, len(recent))
+        changes = np.fromiter(recent.values(), np.int64, len(recent))
+        order = inos.argsort()
+        inos, changes = inos[order], changes[order]
         places = self._inos.searchsorted(inos)
         known = self._inos[places] == inos
         self._counts[places[known]] += changes[known]

@@ -12,7 +12,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvfs.engine import journal, ops
@@ -32,7 +33,16 @@ from kvfs.engine.format import (
     SuperblockFlag,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.io import DeadlineExceeded, Executor, InlineExecutor, Step, run, settled, wait_all
+from kvfs.engine.io import (
+    DeadlineExceeded,
+    Executor,
+    InlineExecutor,
+    Step,
+    run,
+    settled,
+    together,
+    wait_all,
+)
 from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.nodes import Node, error
 from kvfs.engine.reader import Chunk, ExtentReader
@@ -210,6 +220,15 @@ class Store:
     def node(self, ino: int) -> Step[Node]:
         """Raises ENOENT."""
         return self._state.nodes.node(ino)
+
+    def load(self, inos: Iterable[int]) -> Step[None]:
+        """Bring inodes into memory, if they are still there: at once, where asking for one
+        after the other would wait for the device each time."""
+        return together(self._load(ino) for ino in inos)
+
+    def _load(self, ino: int) -> Step[None]:
+        with suppress(FileNotFoundError):
+            yield from self._state.nodes.node(ino)
 
     def lookup(self, directory: int, name: bytes) -> Step[Node]:
         """Raises ENOENT, ENOTDIR, ENAMETOOLONG."""
