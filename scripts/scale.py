@@ -45,7 +45,7 @@ READ_LAYERS = 4  # of each session that is visited
 SEGMENT_SIZE = 64 * 1024 * 1024
 SESSION_SPACE = 224 * 1024  # what a session takes of the ring, with the index's share
 SPACE_MIN = 1024 * 1024 * 1024
-GARBAGE_THRESHOLD = 20_000
+GARBAGE_THRESHOLDS = (5_000, 5, 100)
 MOUNT_SECONDS_MAX = 2.0
 ANONYMOUS_MIB_MAX = 300
 KVFS = str(Path(sys.executable).with_name("kvfs"))
@@ -83,7 +83,7 @@ def main() -> None:
     arguments = parser.parse_args()
     # As the daemon does: what lives long is not looked at by the collector again and again.
     gc.freeze()
-    gc.set_threshold(GARBAGE_THRESHOLD)
+    gc.set_threshold(*GARBAGE_THRESHOLDS)
     with contextlib.ExitStack() as stack:
         directory = arguments.dir
         if directory is None or not arguments.keep:
