@@ -35,6 +35,9 @@ from mount_tools.sessions import (
 
 _VALUES_SHOWN = 6
 _BYTE_COUNTS = {
+    "available",
+    "carried",
+    "reclaimed",
     "total",
     "free",
     "live",

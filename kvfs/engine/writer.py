@@ -77,6 +77,8 @@ class Counters:
     checkpoints: int = 0
     cleaned_segments: int = 0
     carried: int = 0
+    reclaimed_units: int = 0
+    reclaimed: int = 0
     recovered_operations: int = 0
     replayed_frames: int = 0
 
@@ -129,8 +131,12 @@ class Writer:
     # -- what the store asks for
 
     def new_id(self) -> int:
-        self.next_id += 1
-        return self.next_id - 1
+        return self.new_ids(1)
+
+    def new_ids(self, count: int) -> int:
+        """The first of so many."""
+        self.next_id += count
+        return self.next_id - count
 
     def check(self) -> None:
         """Raises EIO once the device has failed."""

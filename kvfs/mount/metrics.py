@@ -10,12 +10,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 _BYTES = {
-    "total", "free", "live", "segment_size", "unsaved", "payload_written", "device_written",
+    "total", "free", "available", "live", "segment_size", "unsaved", "payload_written",
+    "device_written", "carried", "reclaimed",
 }  # fmt: skip
 
 _HELP = {
     "total": "What the ring can hold",
     "free": "What may still be written",
+    "available": "What is free, and what reclaim may remove now",
     "live": "What files and their metadata take, shared bytes once",
     "inodes": "Files, directories and other inodes",
     "segments": "Segments of the ring",
@@ -28,6 +30,10 @@ _HELP = {
     "frames": "Frames written",
     "flushes": "Flushes of the device",
     "checkpoints": "Checkpoints written",
+    "cleaned_segments": "Segments whose live part was carried forward",
+    "carried": "What of files was carried forward by cleaning",
+    "reclaimed_units": "Sessions, and files of pools, that were reclaimed",
+    "reclaimed": "What reclaimed units took",
     "recovered_operations": "Taken from the operation log at the mount",
     "replayed_frames": "Frames read again at the mount",
     "read_only": "1 if nothing can be written",
