@@ -281,6 +281,26 @@ def test_a_file_that_is_linked_elsewhere_lives_on(ring: Bench, clock: Clock) -> 
     audit(ring.store)
 
 
+@pytest.mark.parametrize("stage", ["buffered", "reopened", "killed"])
+def test_a_session_whose_files_share_bytes_goes_with_them(
+    ring: Bench, clock: Clock, stage: str
+) -> None:
+    ino = session(ring, b"session")
+    first = ring.make(b"first", parent=ino, mode=DIRECTORY)
+    ring.write(ring.make(b"layer", parent=first), noise(200_000))
+    run(ring.store.fork(first, b"second"))
+    run(ring.store.set_xattr(ino, b"user.kvfs.ttl", b"100"))
+    pass_time(ring, clock, 10)
+    run(ring.store.checkpoint())
+    ring.stage = stage
+    ring.settle()
+    pass_time(ring, clock, 200)
+    run(ring.store.tick())
+    assert ring.names() == []
+    run(ring.store.sync())
+    audit(ring.store)
+
+
 def test_what_reclaim_may_remove_counts_as_available(ring: Bench, clock: Clock) -> None:
     fill(ring, clock, 12)
     pass_time(ring, clock, 600)
