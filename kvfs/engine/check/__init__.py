@@ -1,0 +1,83 @@
+"""Offline check and repair of a ring.
+
+A check loads the state that the superblocks lead to, fills what it can of what is lost,
+decodes it into tables, mends what contradicts itself there, and reads all data. Each step
+tells what it found. A repair writes the mended state; a check throws it away.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvfs.engine.check.data import Progress, check_data
+from kvfs.engine.check.findings import CheckError, Finding, Report
+from kvfs.engine.check.load import Loaded, load
+from kvfs.engine.check.mend import Mender
+from kvfs.engine.check.rewrite import NewState, write_state
+from kvfs.engine.check.salvage import adopt
+from kvfs.engine.check.slots import Slots, read_slots
+from kvfs.engine.check.tables import Tables, decoded, path_of
+from kvfs.engine.device import Device
+from kvfs.engine.superblocks import write_superblock
+
+__all__ = ["CheckError", "Finding", "Report", "check"]
+
+
+def check(
+    device: Device,
+    name: str,
+    *,
+    repair: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Report:
+    """Raises DeviceError when there is no ring to check, CheckError when the repair cannot
+    be made, OSError."""
+    slots = read_slots(device, name)
+    loaded = load(device, slots)
+    findings = [*slots.findings, *loaded.findings]
+    tables = decoded(loaded.items, findings)
+    newest = slots.newest
+    if loaded.evidence is not None:
+        adopt(device, tables, loaded.evidence, newest.hash_key)
+    mender = Mender(
+        tables, loaded.base.geometry, newest.hash_key, newest.created_ns, slots.id_floor,
+        loaded.base.trees.nodes,
+    )  # fmt: skip
+    mender.run()
+    findings += mender.findings
+    data = check_data(device, tables, progress)
+    findings += data.findings
+    faults = {finding.structure for finding in findings if not finding.is_lost}
+    if repair and faults == {"superblock"} and slots.older is None:
+        write_superblock(device, newest.next())
+    elif repair and faults:
+        write_state(device, newest, _new_state(slots, loaded, tables, mender.id_floor))
+    return Report(
+        newest.uuid, _with_paths(findings, tables), len(tables.inodes), len(tables.extents),
+        data.size, repair and bool(faults),
+    )  # fmt: skip
+
+
+def _new_state(slots: Slots, loaded: Loaded, tables: Tables, id_floor: int) -> NewState:
+    trees = loaded.base.trees
+    return NewState(
+        items=tables.packed(),
+        extents=list(tables.extents.values()),
+        leaves=trees.leaves,
+        stored_items=trees.items,
+        needed=loaded.needed,
+        sequence=loaded.log.last_sequence + 1,
+        operation=loaded.log.operation,
+        id_floor=id_floor,
+    )
+
+
+def _with_paths(findings: list[Finding], tables: Tables) -> list[Finding]:
+    if all(finding.ino is None for finding in findings):
+        return findings
+    names_of = {dentry.ino: (where, dentry.name) for where, _, dentry in tables.all_names()}
+    return [
+        finding if finding.ino is None
+        else replace(finding, path=path_of(tables, finding.ino, names_of))
+        for finding in findings
+    ]  # fmt: skip

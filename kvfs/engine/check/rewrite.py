@@ -1,0 +1,170 @@
+"""Writes a mended state: a new checkpoint in free segments, then both superblock slots.
+
+Until the first slot is written the ring is what it was, whenever that is interrupted: what
+either superblock needs is not overwritten, and frames of a later sequence, of an epoch of
+their own, that no frame names, are found by no replay.
+"""
+
+from __future__ import annotations
+
+import secrets
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from kvfs.engine import metadata
+from kvfs.engine.btree import Entry, cut
+from kvfs.engine.check.findings import CheckError
+from kvfs.engine.check.load import mark_disjoint
+from kvfs.engine.check.trees import EXTENTS, NAMES, Leaf, Range, unchanged
+from kvfs.engine.device import Device
+from kvfs.engine.format import (
+    NO_SEGMENT,
+    Checkpoint,
+    Extent,
+    Pointer,
+    Position,
+    RecordKind,
+    Superblock,
+    SuperblockFlag,
+    round_up,
+)
+from kvfs.engine.metadata import EncodedRecord
+from kvfs.engine.ring import Geometry, Ring, RingFull
+from kvfs.engine.superblocks import write_superblock
+from kvfs.engine.writeback import Payload, place_unit
+
+
+@dataclass(frozen=True, slots=True)
+class NewState:
+    """What is to be written. `items` are all of the index, `leaves` what of it lies in the
+    ring already, as `stored_items`; `needed` segments are left alone. `sequence` is above
+    that of every frame there is, `operation` the last that the items contain."""
+
+    items: dict[bytes, bytes]
+    extents: list[Extent]
+    leaves: list[Leaf]
+    stored_items: dict[bytes, bytes]
+    needed: set[int]
+    sequence: int
+    operation: int
+    id_floor: int
+
+
+def write_state(device: Device, newest: Superblock, state: NewState) -> None:
+    """Raises CheckError when there is no room, OSError."""
+    changed = _changed(state.stored_items, state.items)
+    kept = unchanged(state.leaves, changed)
+    ring = _new_log(newest, state, kept)
+    try:
+        writer = _CheckpointWriter(device, ring, state.operation)
+        root = writer.write(state.items, kept)
+    except RingFull:
+        raise CheckError("there is no free segment for what the repair has to write") from None
+    device.flush()
+    following = newest.next(
+        epoch=newest.epoch + 1,
+        epoch_start=ring.position.sequence,
+        id_floor=state.id_floor,
+        oplog_token=secrets.token_bytes(16),
+        oplog_home=b"",
+        flags=SuperblockFlag.CLEAN,
+        operation=state.operation,
+        checkpoint=root,
+        replay=ring.position,
+    )
+    # Both slots: the older one still leads to what was mended.
+    for superblock in (following, following.next()):
+        write_superblock(device, superblock)
+
+
+def _changed(stored: dict[bytes, bytes], items: dict[bytes, bytes]) -> list[bytes]:
+    keys = [key for key, value in items.items() if stored.get(key) != value]
+    return sorted([*keys, *(stored.keys() - items.keys())])
+
+
+def _new_log(newest: Superblock, state: NewState, kept: list[Leaf]) -> Ring:
+    """A log that begins in a free segment."""
+    geometry = Geometry(newest.segment_size, newest.segment_count)
+    # One number is left out, so that no frame there is can lead into this log.
+    start = Position(0, 0, NO_SEGMENT, state.sequence + 1, 0)
+    ring = Ring(geometry, newest.uuid, newest.epoch + 1, start)
+    mark_disjoint(ring.liveness, geometry, [*state.extents, *(leaf.pointer for leaf in kept)])
+    used = {int(segment) for segment in ring.liveness.live_blocks.nonzero()[0]} | state.needed
+    first = next((s for s in range(geometry.segment_count) if s not in used), None)
+    if first is None:
+        raise CheckError("there is no free segment for what the repair has to write")
+    for segment in used:
+        ring.pin(geometry.address(segment))
+    ring.position = replace(start, segment=first)
+    ring.choose_next()
+    return ring
+
+
+@dataclass(slots=True)
+class _CheckpointWriter:
+    device: Device
+    ring: Ring
+    operation: int
+    _nodes: list[Pointer] = field(default_factory=list)
+
+    def write(self, items: dict[bytes, bytes], kept: list[Leaf]) -> Pointer:
+        """The place of the checkpoint. Raises RingFull, OSError."""
+        entries = sorted(items.items())
+        names = self._write_tree(NAMES, entries, kept)
+        extents = self._write_tree(EXTENTS, entries, kept)
+        places = [*self._nodes, *(leaf.pointer for leaf in kept)]
+        node_bytes = sum(round_up(place.stored) for place in places)
+        checkpoint = Checkpoint(names, extents, node_bytes, self._write_bitmap())
+        record = metadata.encode(RecordKind.CHECKPOINT, checkpoint.pack())
+        return self._append([record])[0]
+
+    def _write_tree(self, keys: Range, entries: list[Entry], kept: list[Leaf]) -> Pointer:
+        """Leaves that are kept, new ones between them, and all that is above."""
+        level, above = 0, list(self._leaves(keys, entries, kept))
+        while len(above) > 1:
+            level += 1
+            above = self._write_nodes(level, above)
+        return Pointer.unpack(above[0][1]) if above else Pointer()
+
+    def _leaves(self, keys: Range, entries: list[Entry], kept: list[Leaf]) -> Iterator[Entry]:
+        def between(low: bytes, high: bytes) -> list[Entry]:
+            start = bisect_left(entries, low, key=lambda entry: entry[0])
+            end = bisect_left(entries, high, key=lambda entry: entry[0])
+            return entries[start:end]
+
+        low = keys.low
+        for leaf in kept:
+            if leaf.first in keys:
+                yield from self._write_nodes(0, between(low, leaf.keys.low))
+                yield leaf.first, leaf.pointer.pack()
+                low = leaf.keys.high
+        yield from self._write_nodes(0, between(low, keys.high))
+
+    def _write_nodes(self, level: int, entries: list[Entry]) -> list[Entry]:
+        drafts = cut(level, entries)
+        places = self._append([draft.record for draft in drafts])
+        self._nodes += places
+        return [(draft.first, place.pack()) for draft, place in zip(drafts, places, strict=True)]
+
+    def _write_bitmap(self) -> tuple[Pointer, ...]:
+        """All parts with anything in them, without what only this does to them."""
+        liveness = self.ring.liveness
+        parts = [liveness.pack_part(part) for part in range(liveness.part_count)]
+        used = [number for number, bits in enumerate(parts) if any(bits)]
+        records = [metadata.encode(RecordKind.BITMAP, parts[number]) for number in used]
+        places = dict(zip(used, self._append(records), strict=True))
+        return tuple(places.get(number, Pointer()) for number in range(len(parts)))
+
+    def _append(self, records: list[EncodedRecord]) -> list[Pointer]:
+        if not records:
+            return []
+        payloads = [Payload(encoded.record, [encoded.stored]) for encoded in records]
+        found = []
+        for frame, group in place_unit(self.ring, payloads, [], self.operation):
+            self.device.write(frame.header.address, frame.buffers)
+            for record in group:
+                pointer = metadata.pointer_to(frame.header, record)
+                self.ring.liveness.mark(pointer.address, pointer.stored)
+                found.append(pointer)
+        return found
