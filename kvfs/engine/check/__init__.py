@@ -20,7 +20,7 @@ from kvfs.engine.check.tables import Tables, decoded, path_of
 from kvfs.engine.device import Device
 from kvfs.engine.superblocks import write_superblock
 
-__all__ = ["CheckError", "Finding", "Report", "check"]
+__all__ = ["CheckError", "Finding", "Progress", "Report", "check"]
 
 
 def check(
