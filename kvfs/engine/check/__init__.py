@@ -59,15 +59,16 @@ def check(
 
 
 def _new_state(slots: Slots, loaded: Loaded, tables: Tables, id_floor: int) -> NewState:
-    trees = loaded.base.trees
+    trees, log, evidence = loaded.base.trees, loaded.log, loaded.evidence
     return NewState(
         items=tables.packed(),
         extents=list(tables.extents.values()),
         leaves=trees.leaves,
         stored_items=trees.items,
-        needed=loaded.needed,
-        sequence=loaded.log.last_sequence + 1,
-        operation=loaded.log.operation,
+        needed=loaded.needed | (evidence.segments if evidence else set()),
+        end=None if log.is_damaged else log.end,
+        sequence=log.last_sequence + 1,
+        operation=log.operation,
         id_floor=id_floor,
     )
 

@@ -11,6 +11,7 @@ from kvfs.engine.check.findings import Finding
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
     BLOCK,
+    NO_SEGMENT,
     FormatError,
     FrameFlag,
     FrameHeader,
@@ -54,32 +55,38 @@ def read_log(device: Device, superblock: Superblock) -> Log:
     what is whole of the frames that had been flushed behind it. Raises OSError."""
     ring = new_ring(superblock)
     log = Log(superblock.replay, superblock.operation, superblock.replay.sequence - 1)
-    _read_units(device, ring, superblock, log)
+    reached = _read_units(device, ring, superblock, log)
     if superblock.flags & SuperblockFlag.CLEAN:
         return log
-    damage = journal.damage_behind(device, ring, log.end)
+    damage = journal.damage_behind(device, ring, reached)
     if damage is not None:
         log.is_damaged = True
         log.findings.append(Finding("log", damage))
-        _read_beyond(device, ring, superblock, log)
-        ring.position = log.end
+        ring.position = _read_beyond(device, ring, superblock, log, reached.sequence)
         _read_units(device, ring, superblock, log)
     return log
 
 
-def _read_units(device: Device, ring: Ring, superblock: Superblock, log: Log) -> None:
-    """The whole commit units from the ring's position on."""
+def _read_units(device: Device, ring: Ring, superblock: Superblock, log: Log) -> Position:
+    """The whole commit units from the ring's position on. Returns where the last whole frame
+    ends, which may be one of a unit that is not whole."""
     unit: list[Frame] = []
+    reached = ring.position
     for frame in journal.frames_behind(device, ring, superblock):
         unit.append(frame)
+        reached = ring.position_after(frame.header)
         if not frame.header.flags & FrameFlag.CONTINUES:
             for whole in unit:
                 log.take(whole, ring)
             unit = []
+    return reached
 
 
-def _read_beyond(device: Device, ring: Ring, superblock: Superblock, log: Log) -> None:
-    """What had been flushed had happened: each frame counts as far as it is whole."""
+def _read_beyond(
+    device: Device, ring: Ring, superblock: Superblock, log: Log, bad: int
+) -> Position:
+    """What had been flushed had happened: each frame counts as far as it is whole. `bad` is
+    the first that is not. Returns where the log goes on behind what had been flushed."""
     start = log.end.sequence
     newest: dict[int, FrameHeader] = {}
     for header in all_headers(device, ring):
@@ -91,8 +98,16 @@ def _read_beyond(device: Device, ring: Ring, superblock: Superblock, log: Log) -
         frame = None if sequence not in newest else what_is_whole(device, newest[sequence])
         if frame is not None:
             log.take(frame, ring)
-        elif sequence > start:
+        elif sequence != bad:
             log.findings.append(Finding("log", f"frame {sequence} had been flushed and is lost"))
+    following = newest.get(flushed + 1)
+    return log.end if following is None else _position_of(following, ring.geometry)
+
+
+def _position_of(header: FrameHeader, geometry: Geometry) -> Position:
+    segment = geometry.segment(header.address)
+    offset = header.address - geometry.address(segment)
+    return Position(segment, offset, NO_SEGMENT, header.sequence, header.previous_checksum)
 
 
 def what_is_whole(device: Device, header: FrameHeader) -> Frame | None:

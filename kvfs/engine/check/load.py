@@ -82,7 +82,6 @@ def load(device: Device, slots: Slots) -> Loaded:
         frames = all_frames(device, slots.newest)
         evidence = gather(device, slots.newest, frames, base.bitmap, missing)
         items.update((key, value) for key, value in evidence.exact.items() if key in gaps)
-        needed |= evidence.segments
     gone = apply(items, log.frames)
     if evidence is not None:
         evidence.gone = gone

@@ -1,4 +1,4 @@
-"""Writes a mended state: a new checkpoint in free segments, then both superblock slots.
+"""Writes a mended state: a new checkpoint in free space, then both superblock slots.
 
 Until the first slot is written the ring is what it was, whenever that is interrupted: what
 either superblock needs is not overwritten, and frames of a later sequence, of an epoch of
@@ -19,6 +19,7 @@ from kvfs.engine.check.load import mark_disjoint
 from kvfs.engine.check.trees import EXTENTS, NAMES, Leaf, Range, unchanged
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
+    BLOCK,
     NO_SEGMENT,
     Checkpoint,
     Extent,
@@ -34,18 +35,22 @@ from kvfs.engine.ring import Geometry, Ring, RingFull
 from kvfs.engine.superblocks import write_superblock
 from kvfs.engine.writeback import Payload, place_unit
 
+_NO_ROOM = "no segment is free for what the repair has to write"
+
 
 @dataclass(frozen=True, slots=True)
 class NewState:
     """What is to be written. `items` are all of the index, `leaves` what of it lies in the
-    ring already, as `stored_items`; `needed` segments are left alone. `sequence` is above
-    that of every frame there is, `operation` the last that the items contain."""
+    ring already, as `stored_items`; `needed` segments are left alone. The log ended at
+    `end`, if it ended well; `sequence` is above that of every frame there is, `operation`
+    the last that the items contain."""
 
     items: dict[bytes, bytes]
     extents: list[Extent]
     leaves: list[Leaf]
     stored_items: dict[bytes, bytes]
     needed: set[int]
+    end: Position | None
     sequence: int
     operation: int
     id_floor: int
@@ -60,7 +65,7 @@ def write_state(device: Device, newest: Superblock, state: NewState) -> None:
         writer = _CheckpointWriter(device, ring, state.operation)
         root = writer.write(state.items, kept)
     except RingFull:
-        raise CheckError("there is no free segment for what the repair has to write") from None
+        raise CheckError(_NO_ROOM) from None
     device.flush()
     following = newest.next(
         epoch=newest.epoch + 1,
@@ -84,20 +89,22 @@ def _changed(stored: dict[bytes, bytes], items: dict[bytes, bytes]) -> list[byte
 
 
 def _new_log(newest: Superblock, state: NewState, kept: list[Leaf]) -> Ring:
-    """A log that begins in a free segment."""
+    """A log that begins behind the old one, if that ended well, else in a free segment."""
     geometry = Geometry(newest.segment_size, newest.segment_count)
     # One number is left out, so that no frame there is can lead into this log.
     start = Position(0, 0, NO_SEGMENT, state.sequence + 1, 0)
     ring = Ring(geometry, newest.uuid, newest.epoch + 1, start)
     mark_disjoint(ring.liveness, geometry, [*state.extents, *(leaf.pointer for leaf in kept)])
     used = {int(segment) for segment in ring.liveness.live_blocks.nonzero()[0]} | state.needed
-    first = next((s for s in range(geometry.segment_count) if s not in used), None)
-    if first is None:
-        raise CheckError("there is no free segment for what the repair has to write")
     for segment in used:
         ring.pin(geometry.address(segment))
+    if state.end is not None and state.end.offset + BLOCK <= geometry.segment_size:
+        ring.position = replace(start, segment=state.end.segment, offset=state.end.offset)
+        return ring
+    first = next((s for s in range(geometry.segment_count) if s not in used), None)
+    if first is None:
+        raise CheckError(_NO_ROOM)
     ring.position = replace(start, segment=first)
-    ring.choose_next()
     return ring
 
 

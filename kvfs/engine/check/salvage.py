@@ -56,28 +56,44 @@ class DataRecord:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """The value of an item, and the segment of the frame that says so."""
+
+    value: bytes | None
+    segment: int
+
+
 @dataclass(slots=True)
 class Evidence:
     """`exact` are items as the lost nodes had them; `older` those of other frames, the
     newest of each key; `inodes` the newest of each inode; `gone` keys that the log behind
-    the checkpoint removed. `segments` are where all that comes from."""
+    the checkpoint removed. `segments` are those that what was used of it comes from."""
 
     gaps: Gaps
     exact: dict[bytes, bytes] = field(default_factory=dict)
-    older: dict[bytes, bytes | None] = field(default_factory=dict)
-    inodes: dict[int, bytes | None] = field(default_factory=dict)
+    older: dict[bytes, Said] = field(default_factory=dict)
+    inodes: dict[int, Said] = field(default_factory=dict)
     records: dict[int, DataRecord] = field(default_factory=dict)
     live: set[int] = field(default_factory=set)
     gone: set[bytes] = field(default_factory=set)
     segments: set[int] = field(default_factory=set)
 
-    def add_items(self, items: list[Item]) -> None:
+    def add_items(self, items: list[Item], segment: int) -> None:
         for key, value in items:
             kind, owner = KEY.unpack(key)[2], key_owner(key)
             if kind in (ItemKind.INODE, ItemKind.SUMMARY):
-                self.inodes[owner] = value
+                self.inodes[owner] = Said(value, segment)
             if key[0] != TABLE_SUMMARIES and key in self.gaps:
-                self.older[key] = value
+                self.older[key] = Said(value, segment)
+
+    def inode(self, ino: int) -> Inode | None:
+        """The newest that is known of it."""
+        said = self.inodes.get(ino)
+        if said is None or said.value is None:
+            return None
+        self.segments.add(said.segment)
+        return Inode.unpack(ino, said.value)
 
 
 def gather(
@@ -88,9 +104,8 @@ def gather(
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
     leaves: list[Pointer] = []
     for frame in frames:
-        evidence.segments.add(geometry.segment(frame.header.address))
         if frame.header.sequence < superblock.replay.sequence:
-            evidence.add_items(frame.items)
+            evidence.add_items(frame.items, geometry.segment(frame.header.address))
         for record in frame.records:
             if record.kind == RecordKind.DATA:
                 _add_record(evidence, frame.header, record, bitmap)
@@ -98,7 +113,9 @@ def gather(
                 leaves.append(pointer_to(frame.header, record))
     _add_leaves(evidence, device, geometry, leaves)
     for frame in reversed(unbroken(frames, superblock)):
-        _add_exact(evidence, frame)
+        if _add_exact(evidence, frame) or evidence.segments:
+            # With those behind it: they say that it is not out of date.
+            evidence.segments.add(geometry.segment(frame.header.address))
     return evidence
 
 
@@ -132,12 +149,14 @@ def _add_leaves(
             evidence.exact.update(item for item in node.items() if item[0] in evidence.gaps)
 
 
-def _add_exact(evidence: Evidence, frame: Frame) -> None:
+def _add_exact(evidence: Evidence, frame: Frame) -> bool:
+    """Whether it tells what no leaf did."""
     items: list[Item] = []
     for record in frame.records:
         if record.kind == RecordKind.DATA:
             extent = extent_of(frame.header, record)
             items.append((extent_key(extent.extent_id), extent.pack()))
+    is_new = False
     for key, value in [*items, *frame.items]:
         if key not in evidence.gaps or key[0] == TABLE_SUMMARIES:
             continue
@@ -145,7 +164,9 @@ def _add_exact(evidence: Evidence, frame: Frame) -> None:
             evidence.exact.pop(key, None)
             evidence.older.pop(key, None)
         else:
+            is_new |= evidence.exact.get(key) != value
             evidence.exact[key] = value
+    return is_new
 
 
 # -- what is asked for ---------------------------------------------------------------
@@ -193,10 +214,10 @@ def _adopt_data(tables: Tables, evidence: Evidence) -> set[int]:
 def _said_slices(evidence: Evidence) -> dict[tuple[int, int], list[Slice]]:
     """By inode and extent: the newest that frames say of lost maps."""
     said: dict[tuple[int, int], list[Slice]] = defaultdict(list)
-    for key, value in evidence.older.items():
+    for key, older in evidence.older.items():
         _, owner, kind, slot = KEY.unpack(key)
-        if kind == ItemKind.MAP and value is not None:
-            part = Slice.unpack(slot, value)
+        if kind == ItemKind.MAP and older.value is not None:
+            part = Slice.unpack(slot, older.value)
             said[owner, part.extent_id].append(part)
     return said
 
@@ -210,8 +231,8 @@ def _cut(slices: list[Slice], size: int | None) -> list[Slice]:
 def _size_of(tables: Tables, evidence: Evidence, ino: int) -> int | None:
     if ino in tables.inodes:
         return tables.inodes[ino].size
-    value = evidence.inodes.get(ino)
-    return None if value is None else Inode.unpack(ino, value).size
+    inode = evidence.inode(ino)
+    return None if inode is None else inode.size
 
 
 def _adopt_inodes(tables: Tables, evidence: Evidence, wanted: set[int]) -> None:
@@ -220,18 +241,20 @@ def _adopt_inodes(tables: Tables, evidence: Evidence, wanted: set[int]) -> None:
     adopted: set[int] = set()
     while waiting:
         ino = waiting.pop()
-        key, value = inode_key(ino), evidence.inodes.get(ino)
+        key = inode_key(ino)
         is_lost = ino not in tables.inodes and key in evidence.gaps and key not in evidence.gone
-        if is_lost and value is not None:
-            inode = tables.inodes[ino] = Inode.unpack(ino, value)
+        inode = evidence.inode(ino) if is_lost else None
+        if inode is not None:
             inode.nlink = max(inode.nlink, 1)
+            tables.inodes[ino] = inode
             adopted.add(ino)
             waiting.append(inode.parent)
-    for key, value in evidence.older.items():
+    for key, said in evidence.older.items():
         _, owner, kind, _ = KEY.unpack(key)
         is_theirs = owner in adopted and kind in (ItemKind.XATTR, ItemKind.SYMLINK)
-        if is_theirs and value is not None and key not in evidence.gone:
-            tables.add(key, value)
+        if is_theirs and said.value is not None and key not in evidence.gone:
+            evidence.segments.add(said.segment)
+            tables.add(key, said.value)
 
 
 def _adopt_links(tables: Tables, evidence: Evidence, hash_key: bytes) -> None:
@@ -250,7 +273,8 @@ def _adopt_links(tables: Tables, evidence: Evidence, hash_key: bytes) -> None:
     for inode in tables.inodes.values():
         dentry = Dentry(inode.ino, stat.S_IFMT(inode.mode), inode.name)
         add(inode.parent, name_slot(hash_key, inode.name), dentry)
-    for key, value in evidence.older.items():
+    for key, said in evidence.older.items():
         _, owner, kind, slot = KEY.unpack(key)
-        if kind == ItemKind.DENTRY and value is not None:
-            add(owner, slot, Dentry.unpack(value))
+        if kind == ItemKind.DENTRY and said.value is not None:
+            evidence.segments.add(said.segment)
+            add(owner, slot, Dentry.unpack(said.value))
