@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,28 @@ from kvfs.engine.device import DeviceError
 from kvfs.engine.format import (
     BLOCK,
     DATA_START,
+    REFERENCES,
     ROOT_INODE,
     SUPERBLOCK_ADDRESSES,
+    Counts,
+    Dentry,
+    Extent,
     FrameHeader,
     Inode,
+    Item,
     Pointer,
+    Slice,
     Superblock,
+    counts_key,
+    dentry_key,
+    extent_key,
+    inode_key,
+    map_key,
+    name_slot,
+    orphan_key,
+    references_key,
+    symlink_key,
+    xattr_key,
 )
 from kvfs.engine.io import run
 from kvfs.engine.store import Store
@@ -35,6 +52,7 @@ from tests.engine.kit import (
     SYMLINK,
     Bench,
     failure_of,
+    flip,
     frames_written,
     new_device,
     noise,
@@ -141,13 +159,16 @@ class Case:
         return read_slots(RecordingDevice(bytearray(self.image)), "ring").newest
 
     def show(self, device: RecordingDevice) -> dict[str, Shown]:
-        """What a mount shows; it also has to be whole, and to take writes."""
+        """What a mount shows; it also takes writes, and is in order after that."""
+        lost = check(device, "ring").lost
         bench = self.reopened(device)
         found = shown(bench.store)
         bench.write(bench.make(b"new file"), noise(200_000))
         run(bench.store.sync())
-        audit(bench.store)
+        if not lost:
+            audit(bench.store)
         run(bench.store.close())
+        assert check(bench.device, "ring").findings == lost
         return found
 
     def reopened(self, device: RecordingDevice) -> Bench:
@@ -498,3 +519,392 @@ def test_data_whose_names_were_in_a_lost_frame_goes_to_lost_and_found(bench: Ben
     (path,) = [p for p in found if p.startswith("/lost+found/#")]
     part = found[path].data
     assert part is not None and len(part) > MIB and data.startswith(part)
+
+
+# -- file data -----------------------------------------------------------------------------
+
+
+def test_an_extent_with_bad_bytes_is_told_and_stays_an_error(closed: Case) -> None:
+    bench = closed.reopened(closed.damaged())
+    ino = bench.find(b"deep", bench.find(b"below", bench.find(b"two")))
+    *_, extent = run(bench.store.extents(ino, 0, 300_000))
+    device = closed.damaged()
+    flip(device.image, extent.address + 77)
+    before = bytes(device.image)
+    report = repaired(device)
+    (finding,) = report.findings
+    assert finding.path == "/two/below/deep" and finding.is_lost
+    assert finding.address == extent.address and "fail their checksum" in finding.message
+    assert not report.is_repaired and device.image == before
+    bench = closed.reopened(device)
+    start = 300_000 - extent.size
+    assert bench.read(ino, 0, start) == noise(300_000, 7)[:start]
+    assert failure_of(bench.store.read(ino, start, 1)) == errno.EIO
+
+
+def test_sectors_that_cannot_be_read_are_told(closed: Case) -> None:
+    """Those of one extent do not hide its neighbours."""
+    bench = closed.reopened(closed.damaged())
+    ino = bench.find(b"file-21", bench.find(b"one"))
+    (extent,) = run(bench.store.extents(ino, 0, 1))
+    device = closed.damaged()
+
+    def fail(kind: str, address: int, length: int) -> None:
+        if kind == "read" and address <= extent.address < address + length:
+            raise OSError(errno.EIO, "a sector is bad")
+
+    device.fail = fail
+    report = check(device, "ring")
+    assert [f.path for f in report.lost] == [f.path for f in report.findings] == ["/one/file-21"]
+
+
+# -- items that contradict each other ------------------------------------------------------
+
+
+@dataclass
+class Crafted:
+    """Numbers of files in a ring, for items that are wrong."""
+
+    bench: Bench
+    directory: int
+    below: int
+    file: int
+    other: int
+    symlink: int
+
+    @classmethod
+    def of(cls, bench: Bench) -> Crafted:
+        directory = bench.make(b"directory", mode=DIRECTORY)
+        below = bench.make(b"below", directory, DIRECTORY)
+        file, other = (bench.make(name, directory) for name in (b"file", b"other"))
+        symlink = bench.make(b"symlink", directory, SYMLINK, target=b"target")
+        bench.write(file, noise(200_000, 1))
+        bench.write(other, noise(5000, 2))
+        run(bench.store.set_xattr(file, b"user.x", b"value"))
+        run(bench.store.sync())
+        return cls(bench, directory, below, file, other, symlink)
+
+    def slot(self, name: bytes) -> int:
+        return name_slot(self.bench.store.superblock.hash_key, name)
+
+    def inode(self, ino: int, **changes: Any) -> Item:
+        return inode_key(ino), replace(run(self.bench.store.node(ino)).inode, **changes).pack()
+
+    def name(self, directory: int, name: bytes, ino: int, type_: int = stat.S_IFREG) -> Item:
+        return dentry_key(directory, self.slot(name)), Dentry(ino, type_, name).pack()
+
+    def no_name(self, directory: int, name: bytes) -> Item:
+        return dentry_key(directory, self.slot(name)), None
+
+    def extent(self, ino: int) -> Extent:
+        return run(self.bench.store.extents(ino, 0, 1))[0]
+
+    def repaired(self, *items: Item) -> tuple[Report, dict[str, Shown]]:
+        """With these items in the index."""
+        store = self.bench.store
+        before = shown(store)
+        store._writer.index.apply(sorted(items))
+        store._state.nodes._nodes.clear()
+        run(store.checkpoint())
+        image = bytearray(self.bench.device.image)
+        report = repaired(self.bench.device)
+        assert report.is_repaired
+        self.before = before
+        return report, Case(self.bench, image, before).show(self.bench.device)
+
+
+@pytest.fixture
+def crafted(bench: Bench) -> Crafted:
+    return Crafted.of(bench)
+
+
+Wrong = Callable[[Crafted], list[Item]]
+
+# Wrong items that a repair sets right, so that nobody sees a difference: what is told.
+HARMLESS: dict[str, tuple[Wrong, str]] = {
+    "links": (lambda c: [c.inode(c.file, nlink=7)], "counts 7 links, there are 1"),
+    "links of a directory": (lambda c: [c.inode(c.directory, nlink=9)], "counts 9 links"),
+    "stored": (lambda c: [c.inode(c.file, stored=1)], "says it takes 1 bytes"),
+    "parent": (lambda c: [c.inode(c.below, parent=ROOT_INODE)], "does not know its directory"),
+    "counts": (lambda c: [(counts_key(), Counts(99, 2).pack())], "99 inodes"),
+    "made": (lambda c: [(counts_key(), Counts(6, 0).pack())], "0 directories made"),
+    "no counts": (lambda c: [(counts_key(), None)], "0 inodes"),
+    "references": (
+        lambda c: [(references_key(c.extent(c.file).extent_id), REFERENCES.pack(3))],
+        "says 3 references, there are 1",
+    ),
+    "orphan with a name": (lambda c: [(orphan_key(c.file), b"")], "noted as one"),
+    "orphan without inode": (lambda c: [(orphan_key(1 << 50), b"")], "noted as one"),
+    "type of a name": (
+        lambda c: [c.name(c.directory, b"file", c.file, stat.S_IFDIR)],
+        "another type of file",
+    ),
+    "slot of a name": (
+        lambda c: [
+            c.no_name(c.directory, b"file"),
+            (dentry_key(c.directory, 512), Dentry(c.file, stat.S_IFREG, b"file").pack()),
+        ],
+        "not where its hash says",
+    ),
+    "name twice": (
+        lambda c: [
+            (
+                dentry_key(c.directory, c.slot(b"file") + 1),
+                Dentry(c.file, stat.S_IFREG, b"file").pack(),
+            )
+        ],
+        "is there twice",
+    ),
+    "name without inode": (lambda c: [c.name(c.directory, b"ghost", 1 << 50)], "which is gone"),
+    "name of the root": (
+        lambda c: [c.name(c.directory, b"up", ROOT_INODE, stat.S_IFDIR)],
+        "leads to the root",
+    ),
+    "no name": (lambda c: [c.name(c.directory, b"a/b", c.file)], "is no name"),
+    "name in a file": (lambda c: [c.name(c.file, b"x", c.other)], "is no directory"),
+    "directory in two places": (
+        lambda c: [c.name(ROOT_INODE, b"second", c.below, stat.S_IFDIR)],
+        "in two places",
+    ),
+    "lost name": (lambda c: [c.no_name(c.directory, b"file")], "has no name"),
+    "lost name of a directory": (lambda c: [c.no_name(c.directory, b"below")], "has no name"),
+    "lost name of the directory above": (
+        lambda c: [c.no_name(ROOT_INODE, b"directory")],
+        "has no name",
+    ),
+    "xattr without inode": (lambda c: [(xattr_key(1 << 50, 512), b"\1xv")], "no inode"),
+    "target without symlink": (lambda c: [(symlink_key(c.file), b"x")], "no symlink"),
+    "slice of nothing": (
+        lambda c: [(map_key(c.file, 200_000), Slice(0, 50, 1 << 40, 0).pack())],
+        "do not fit",
+    ),
+    "map of a directory": (
+        lambda c: [(map_key(c.below, 0), Slice(0, 50, c.extent(c.file).extent_id, 0).pack())],
+        "no regular file",
+    ),
+    "extent of no file": (
+        lambda c: [(extent_key(777), Extent(777, DATA_START + MIB * 9, 5, 5, 0, 1, 0).pack())],
+        "used by no file",
+    ),
+    "extent outside": (
+        lambda c: [(extent_key(777), Extent(777, 1 << 40, 5, 5, 0, 1, 0).pack())],
+        "where no extent can be",
+    ),
+    "unknown item": (lambda c: [(inode_key(c.file)[:9] + b"\x77" + bytes(8), b"x")], "decoded"),
+    "cut item": (lambda c: [(xattr_key(c.file, 512), b"\x09x")], "cannot be decoded"),
+    "id above the floor": (
+        lambda c: [
+            (extent_key(1 << 40), Extent(1 << 40, DATA_START + MIB * 9, 5, 5, 0, 1, 0).pack())
+        ],
+        "is in use, the next one is",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_wrong_items_are_set_right(crafted: Crafted, what: str) -> None:
+    wrong, message = HARMLESS[what]
+    report, found = crafted.repaired(*wrong(crafted))
+    assert any(message in finding.message for finding in report.findings), report.findings
+    assert found == crafted.before
+
+
+# -- what cannot be set right without a trace ----------------------------------------------
+
+
+def test_a_slice_of_a_missing_extent_is_told_and_stays_an_error(crafted: Crafted) -> None:
+    report, found = crafted.repaired((extent_key(crafted.extent(crafted.file).extent_id), None))
+    (finding,) = report.lost
+    assert finding.path == "/directory/file" and "is missing" in finding.message
+    assert found.pop("/directory/file").data is None
+    del crafted.before["/directory/file"]
+    assert found == crafted.before
+
+
+def test_a_file_with_a_missing_extent_can_be_removed(crafted: Crafted) -> None:
+    crafted.repaired((extent_key(crafted.extent(crafted.file).extent_id), None))
+    bench = Bench(crafted.bench.directory / "x", crafted.bench.device, boot="next")
+    run(bench.store.unlink(crafted.directory, b"file"))
+    run(bench.store.close())
+    assert check(bench.device, "ring").is_clean
+
+
+@pytest.mark.parametrize("blocks_before", [0, 1])
+def test_of_two_extents_in_one_place_the_whole_one_stays(
+    crafted: Crafted, blocks_before: int
+) -> None:
+    good, bad = crafted.extent(crafted.file), crafted.extent(crafted.other)
+    moved = replace(bad, address=good.address - blocks_before * BLOCK)
+    report, found = crafted.repaired((extent_key(bad.extent_id), moved.pack()))
+    assert [f.path for f in report.lost] == ["/directory/other"]
+    assert found["/directory/file"] == crafted.before["/directory/file"]
+
+
+def test_slices_that_overlap_show_the_later_extent(crafted: Crafted) -> None:
+    first, second = run(crafted.bench.store.extents(crafted.file, 0, 200_000))
+    assert first.extent_id < second.extent_id
+    over = Slice(1000, 3000, second.extent_id, 0)
+    report, found = crafted.repaired((map_key(crafted.file, 1000), over.pack()))
+    assert any("overlap" in finding.message for finding in report.findings)
+    data = noise(200_000, 1)
+    shown = data[:1000] + data[first.size : first.size + 3000] + data[4000:]
+    assert found["/directory/file"].data == shown
+
+
+def test_directories_below_each_other_go_to_lost_and_found(crafted: Crafted) -> None:
+    c = crafted
+    report, found = c.repaired(
+        c.no_name(ROOT_INODE, b"directory"),
+        c.name(c.below, b"loop", c.directory, stat.S_IFDIR),
+        c.inode(c.directory, parent=c.below, name=b"loop"),
+    )
+    assert any("below itself" in finding.message for finding in report.findings)
+    assert sorted(path.rpartition("/")[2] for path in found) == sorted(
+        ["lost+found", f"#{c.directory}" if f"/lost+found/#{c.directory}" in found else
+         f"#{c.below}", "file", "other", "symlink",
+         "below" if f"/lost+found/#{c.directory}" in found else "loop"]
+    )  # fmt: skip
+    assert contents(found) == contents(c.before)
+
+
+def test_a_file_whose_directory_is_gone_goes_to_lost_and_found(crafted: Crafted) -> None:
+    c = crafted
+    _, found = c.repaired(c.no_name(ROOT_INODE, b"directory"), (inode_key(c.directory), None))
+    expected = {f"/lost+found/#{ino}" for ino in (c.below, c.file, c.other, c.symlink)}
+    assert found.keys() == {"/lost+found", *expected}
+    assert found[f"/lost+found/#{c.file}"] == c.before["/directory/file"]
+
+
+def test_data_without_an_inode_gets_one(crafted: Crafted) -> None:
+    _, found = crafted.repaired((inode_key(crafted.file), None))
+    assert found["/directory/file"].data == noise(200_000, 1)
+
+
+def test_data_without_an_inode_and_a_name_goes_to_lost_and_found(crafted: Crafted) -> None:
+    c = crafted
+    _, found = c.repaired((inode_key(c.file), None), c.no_name(c.directory, b"file"))
+    assert found[f"/lost+found/#{c.file}"].data == noise(200_000, 1)
+
+
+@pytest.mark.parametrize("mode", [0o644 | stat.S_IFREG, DIRECTORY])
+def test_lost_and_found_may_be_there_already(crafted: Crafted, mode: int) -> None:
+    c = crafted
+    taken = c.bench.make(b"lost+found", mode=mode)
+    if stat.S_ISDIR(mode):
+        c.bench.make(b"#%d" % c.file, taken)
+    run(c.bench.store.sync())
+    _, found = c.repaired(c.no_name(c.directory, b"file"), c.inode(c.file, name=b""))
+    path = f"/lost+found/#{c.file}-1" if stat.S_ISDIR(mode) else f"/lost+found-1/#{c.file}"
+    assert found[path].data == noise(200_000, 1)
+
+
+def test_what_was_unlinked_and_is_held_is_dropped(crafted: Crafted) -> None:
+    c = crafted
+    c.bench.store.pin(c.file)
+    run(c.bench.store.unlink(c.directory, b"file"))
+    run(c.bench.store.sync())
+    device = RecordingDevice(bytearray(c.bench.device.image))
+    assert check(device, "ring").is_clean
+    _, found = c.repaired((orphan_key(c.file), None))
+    assert found.keys() == c.before.keys()
+    assert "/directory/file" not in found
+
+
+def test_a_lost_root_is_made_anew(crafted: Crafted) -> None:
+    report, found = crafted.repaired((inode_key(ROOT_INODE), None))
+    assert report.findings[0].message == "the root directory is lost"
+    assert found == crafted.before
+
+
+# -- a repair that is interrupted, or has no room --------------------------------------------
+
+
+class PowerCut(Exception):
+    """Nothing more reaches the device."""
+
+
+@pytest.mark.parametrize("kind", ["closed", "one_checkpoint", "turned", "log"])
+def test_a_repair_can_be_interrupted_at_every_write(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    """Also in the middle of one; what is left can be repaired as the ring before could."""
+    if kind == "log":
+        logged: list[FrameHeader] = request.getfixturevalue("logged")
+        case = Case.of(request.getfixturevalue("bench"), close=False)
+        place = logged[1].address
+    else:
+        case = request.getfixturevalue(kind)
+        place = case.nodes()[1].address
+    whole = case.damaged((place, BLOCK))
+    check(whole, "ring", repair=True)
+    expected = case.show(whole)
+    for cut in range(whole.writes):
+        for torn in (0, 3):
+            device = case.damaged((place, BLOCK))
+            cut_after(device, cut, torn)
+            with pytest.raises(PowerCut):
+                check(device, "ring", repair=True)
+            left = RecordingDevice(bytearray(device.image))
+            check(left, "ring", repair=True)
+            assert check(left, "ring").is_clean
+            assert case.show(left) == expected
+
+
+def cut_after(device: RecordingDevice, writes: int, sectors: int) -> None:
+    """So many writes reach it, and so many sectors of the next one."""
+
+    def fail(kind: str, address: int, length: int) -> None:
+        if kind == "write" and device.writes == writes:
+            device.torn_at = lambda count: min(count, sectors)
+        elif kind != "read" and device.writes > writes:
+            raise PowerCut
+
+    device.fail = fail
+
+
+def test_a_full_ring_can_be_repaired(tmpfs: Path) -> None:
+    bench = Bench(tmpfs)
+    made = 0
+    with pytest.raises(OSError, match="No space left"):
+        while True:
+            bench.write(bench.make(b"%d" % made), noise(30_000, made))
+            made += 1
+    case = Case.of(bench)
+    for node in case.nodes():
+        device = case.damaged((node.address, BLOCK))
+        repaired(device)
+        bench = case.reopened(device)
+        assert shown(bench.store) == case.before
+
+
+# -- anything, anywhere ----------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data(), is_wiped=st.booleans())
+@pytest.mark.parametrize("kind", ["closed", "one_checkpoint", "turned"])
+def test_one_bad_bit_or_block_anywhere_costs_no_more_than_itself(
+    kind: str, request: pytest.FixtureRequest, data: st.DataObject, is_wiped: bool
+) -> None:
+    case: Case = request.getfixturevalue(kind)
+    blocks = used_blocks(case)
+    address = blocks[data.draw(st.integers(0, len(blocks) - 1))] * BLOCK
+    device = case.damaged()
+    if is_wiped:
+        wipe(device.image, address)
+    else:
+        flip(device.image, address + data.draw(st.integers(0, BLOCK - 1)))
+    report = repaired(device)
+    bad = {finding.path for finding in report.lost}
+    found = case.show(device)
+    kept = {p: f for p, f in found.items() if p not in bad}
+    if report.is_clean or kind != "turned":
+        assert kept == {p: f for p, f in case.before.items() if p not in bad}
+    else:
+        lost = {case.before[path].data for path in bad if path in case.before}
+        assert contents(case.before) - lost <= contents(kept)
+
+
+def used_blocks(case: Case) -> list[int]:
+    image = case.image
+    return [n for n in range(len(image) // BLOCK) if any(image[n * BLOCK : (n + 1) * BLOCK])]

@@ -8,8 +8,9 @@ tells what it found. A repair writes the mended state; a check throws it away.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from kvfs.engine.check.data import Progress, check_data
+from kvfs.engine.check.data import Progress, check_data, is_whole
 from kvfs.engine.check.findings import CheckError, Finding, Report
 from kvfs.engine.check.load import Loaded, load
 from kvfs.engine.check.mend import Mender
@@ -41,7 +42,7 @@ def check(
         adopt(device, tables, loaded.evidence, newest.hash_key)
     mender = Mender(
         tables, loaded.base.geometry, newest.hash_key, newest.created_ns, slots.id_floor,
-        loaded.base.trees.nodes,
+        loaded.base.trees.nodes, partial(is_whole, device),
     )  # fmt: skip
     mender.run()
     findings += mender.findings

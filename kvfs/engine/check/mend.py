@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import stat
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -50,7 +50,7 @@ _TYPES = {
 @dataclass(slots=True)
 class Mender:
     """`id_floor`: no id at or above it is in use; those that are made here come from it.
-    `nodes` of the index lie where no extent can be."""
+    `nodes` of the index lie where no extent can be; `is_whole` reads an extent."""
 
     tables: Tables
     geometry: Geometry
@@ -58,14 +58,16 @@ class Mender:
     created_ns: int
     id_floor: int
     nodes: list[Pointer]
+    is_whole: Callable[[Extent], bool]
     findings: list[Finding] = field(default_factory=list)
     _parents: dict[int, int] = field(default_factory=dict)
 
     def run(self) -> None:
         self._ids()
         self._inodes()
-        self._extents()
         self._maps()
+        self._extents()
+        self._missing()
         self._root()
         self._names()
         self._tree()
@@ -153,16 +155,21 @@ class Mender:
     # -- data
 
     def _extents(self) -> None:
-        extents = self.tables.extents
-        for extent in list(extents.values()):
-            if not _is_possible(extent, self.geometry):
-                self._drop_extent(extent, "lies where no extent can be")
-        places: list[Extent | Pointer] = [*extents.values(), *self.nodes]
-        end = 0
+        """Each is used, and where nothing else is. Of two in one place one is whole at most."""
+        used = {part.extent_id for slices in self.tables.slices.values() for part in slices}
+        for extent in list(self.tables.extents.values()):
+            if extent.extent_id not in used:
+                self._drop_extent(extent, "is used by no file")
+        places: list[Extent | Pointer] = [*self.tables.extents.values(), *self.nodes]
+        last: Extent | Pointer | None = None
         for place in sorted(places, key=lambda place: place.address):
-            if place.address < end and isinstance(place, Extent):
+            if last is None or place.address >= last.address + round_up(last.stored):
+                last = place
+            elif isinstance(last, Extent) and not self.is_whole(last):
+                self._drop_extent(last, "lies where something else is")
+                last = place
+            elif isinstance(place, Extent):
                 self._drop_extent(place, "lies where something else is")
-            end = max(end, place.address + round_up(place.stored))
 
     def _drop_extent(self, extent: Extent, why: str) -> None:
         message = f"extent {extent.extent_id} {why}"
@@ -170,23 +177,27 @@ class Mender:
         self.tables.extents.pop(extent.extent_id, None)
 
     def _maps(self) -> None:
-        """Slices in order, within file and extent. One whose extent is missing stays: it
-        reads as an error, not as zeros."""
+        """Slices in order, within file and extent."""
+        for extent in list(self.tables.extents.values()):
+            if not _is_possible(extent, self.geometry):
+                self._drop_extent(extent, "lies where no extent can be")
+        fitting: dict[int, list[Slice]] = defaultdict(list)
+        for ino, slices in self.tables.slices.items():
+            parts = self._fitting(ino, slices, self.tables.inodes[ino].size)
+            if parts:
+                fitting[ino] = parts
+        self.tables.slices = fitting
+
+    def _missing(self) -> None:
+        """A slice whose extent is missing stays: it reads as an error, not as zeros."""
         used: Counter[int] = Counter()
         for ino, slices in self.tables.slices.items():
-            size = self.tables.inodes[ino].size
-            fitting = self._fitting(ino, slices, size)
-            if fitting != slices:
-                self.tables.slices[ino] = fitting
-            used.update(part.extent_id for part in fitting)
-            for part in fitting:
+            used.update(part.extent_id for part in slices)
+            for part in slices:
                 if part.extent_id not in self.tables.extents:
                     lost = f"bytes {part.offset} to {part.end} are lost"
                     message = f"{lost}: extent {part.extent_id} is missing"
                     self._found("data", message, ino, is_lost=True)
-        self.tables.slices = defaultdict(list, {i: s for i, s in self.tables.slices.items() if s})
-        for extent in [e for e in self.tables.extents.values() if e.extent_id not in used]:
-            self._drop_extent(extent, "is used by no file")
         self._references(used)
 
     def _fitting(self, ino: int, slices: list[Slice], size: int) -> list[Slice]:
