@@ -16,7 +16,8 @@ from kvfs.engine.check.load import Loaded, load
 from kvfs.engine.check.mend import Mender
 from kvfs.engine.check.rewrite import NewState, write_state
 from kvfs.engine.check.salvage import adopt
-from kvfs.engine.check.slots import Slots, read_slots
+from kvfs.engine.check.segments import Move, findings_of, unreadable
+from kvfs.engine.check.slots import read_slots
 from kvfs.engine.check.tables import Tables, decoded, path_of
 from kvfs.engine.device import Device
 from kvfs.engine.superblocks import write_superblock
@@ -46,31 +47,37 @@ def check(
     )  # fmt: skip
     mender.run()
     findings += mender.findings
+    unmovable = unreadable(device, loaded.base, tables)
+    findings += findings_of(loaded.base, unmovable)
     data = check_data(device, tables, progress)
     findings += data.findings
     faults = {finding.structure for finding in findings if not finding.is_lost}
     if repair and faults == {"superblock"} and slots.older is None:
         write_superblock(device, newest.next())
     elif repair and faults:
-        write_state(device, newest, _new_state(slots, loaded, tables, mender.id_floor))
+        write_state(device, newest, _new_state(device, loaded, mender, set(unmovable)))
     return Report(
         newest.uuid, _with_paths(findings, tables), len(tables.inodes), len(tables.extents),
         data.size, repair and bool(faults),
     )  # fmt: skip
 
 
-def _new_state(slots: Slots, loaded: Loaded, tables: Tables, id_floor: int) -> NewState:
+def _new_state(device: Device, loaded: Loaded, mender: Mender, unmovable: set[int]) -> NewState:
     trees, log, evidence = loaded.base.trees, loaded.log, loaded.evidence
+    tables, segment = mender.tables, loaded.base.geometry.segment
+    extents = list(tables.extents.values())
+    moved = [extent for extent in extents if segment(extent.address) in unmovable]
     return NewState(
         items=tables.packed(),
-        extents=list(tables.extents.values()),
-        leaves=trees.leaves,
+        extents=extents,
+        move=Move(device, tables, moved),
+        leaves=[leaf for leaf in trees.leaves if segment(leaf.pointer.address) not in unmovable],
         stored_items=trees.items,
         needed=loaded.needed | (evidence.segments if evidence else set()),
-        end=None if log.is_damaged else log.end,
+        end=None if log.is_damaged or log.end.segment in unmovable else log.end,
         sequence=log.last_sequence + 1,
         operation=log.operation,
-        id_floor=id_floor,
+        id_floor=mender.id_floor,
     )
 
 

@@ -1,8 +1,7 @@
 """Writes a mended state: a new checkpoint in free space, then both superblock slots.
 
 Until the first slot is written the ring is what it was, whenever that is interrupted: what
-either superblock needs is not overwritten, and frames of a later sequence, of an epoch of
-their own, that no frame names, are found by no replay.
+either superblock needs is not overwritten, and no frame there is leads to the new ones.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from kvfs.engine import metadata
 from kvfs.engine.btree import Entry, cut
 from kvfs.engine.check.findings import CheckError
 from kvfs.engine.check.load import mark_disjoint
+from kvfs.engine.check.segments import Move
 from kvfs.engine.check.trees import EXTENTS, NAMES, Leaf, Range, unchanged
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
@@ -25,13 +25,16 @@ from kvfs.engine.format import (
     Extent,
     Pointer,
     Position,
+    RecordHeader,
     RecordKind,
     Superblock,
     SuperblockFlag,
+    extent_key,
     round_up,
 )
+from kvfs.engine.journal import extent_of
 from kvfs.engine.metadata import EncodedRecord
-from kvfs.engine.ring import Geometry, Ring, RingFull
+from kvfs.engine.ring import Geometry, PlacedFrame, Ring, RingFull
 from kvfs.engine.superblocks import write_superblock
 from kvfs.engine.writeback import Payload, place_unit
 
@@ -40,13 +43,15 @@ _NO_ROOM = "no segment is free for what the repair has to write"
 
 @dataclass(frozen=True, slots=True)
 class NewState:
-    """What is to be written. `items` are all of the index, `leaves` what of it lies in the
-    ring already, as `stored_items`; `needed` segments are left alone. The log ended at
-    `end`, if it ended well; `sequence` is above that of every frame there is, `operation`
-    the last that the items contain."""
+    """What is to be written. `items` are all of the index, `extents` those that they name;
+    `move` is what of these is to lie elsewhere. `leaves` are what of the index may stay, as
+    `stored_items`; `needed` segments are left alone. The log ended at `end`, if it ended
+    well; `sequence` is above that of every frame there is, `operation` the last that the
+    items contain."""
 
     items: dict[bytes, bytes]
     extents: list[Extent]
+    move: Move
     leaves: list[Leaf]
     stored_items: dict[bytes, bytes]
     needed: set[int]
@@ -58,12 +63,14 @@ class NewState:
 
 def write_state(device: Device, newest: Superblock, state: NewState) -> None:
     """Raises CheckError when there is no room, OSError."""
+    moved = {extent_key(extent.extent_id) for extent in state.move.extents}
     changed = _changed(state.stored_items, state.items)
-    kept = unchanged(state.leaves, changed)
+    kept = unchanged(state.leaves, sorted({*changed, *moved}))
     ring = _new_log(newest, state, kept)
     try:
         writer = _CheckpointWriter(device, ring, state.operation)
-        root = writer.write(state.items, kept)
+        items = {**state.items, **writer.write_data(state.move)}
+        root = writer.write(items, kept)
     except RingFull:
         raise CheckError(_NO_ROOM) from None
     device.flush()
@@ -85,14 +92,14 @@ def write_state(device: Device, newest: Superblock, state: NewState) -> None:
 
 def _changed(stored: dict[bytes, bytes], items: dict[bytes, bytes]) -> list[bytes]:
     keys = [key for key, value in items.items() if stored.get(key) != value]
-    return sorted([*keys, *(stored.keys() - items.keys())])
+    return [*keys, *(stored.keys() - items.keys())]
 
 
 def _new_log(newest: Superblock, state: NewState, kept: list[Leaf]) -> Ring:
     """A log that begins behind the old one, if that ended well, else in a free segment."""
     geometry = Geometry(newest.segment_size, newest.segment_count)
-    # One number is left out, so that no frame there is can lead into this log.
-    start = Position(0, 0, NO_SEGMENT, state.sequence + 1, 0)
+    # Its first frame names none before it: no frame there is leads into this log.
+    start = Position(0, 0, NO_SEGMENT, state.sequence, 0)
     ring = Ring(geometry, newest.uuid, newest.epoch + 1, start)
     mark_disjoint(ring.liveness, geometry, [*state.extents, *(leaf.pointer for leaf in kept)])
     used = {int(segment) for segment in ring.liveness.live_blocks.nonzero()[0]} | state.needed
@@ -163,15 +170,34 @@ class _CheckpointWriter:
         places = dict(zip(used, self._append(records), strict=True))
         return tuple(places.get(number, Pointer()) for number in range(len(parts)))
 
+    def write_data(self, move: Move) -> dict[bytes, bytes]:
+        """The items of extents that lie elsewhere from now on. Raises RingFull, OSError."""
+        items = {}
+        old = {extent.extent_id: extent for extent in move.extents}
+        for payloads in move.payloads():
+            for frame, records in self._place(payloads):
+                for record in records:
+                    extent = extent_of(frame.header, record)
+                    before = old[extent.extent_id]
+                    self.ring.liveness.clear(before.address, before.stored)
+                    self.ring.liveness.mark(extent.address, extent.stored)
+                    items[extent_key(extent.extent_id)] = extent.pack()
+        return items
+
     def _append(self, records: list[EncodedRecord]) -> list[Pointer]:
-        if not records:
-            return []
         payloads = [Payload(encoded.record, [encoded.stored]) for encoded in records]
         found = []
-        for frame, group in place_unit(self.ring, payloads, [], self.operation):
-            self.device.write(frame.header.address, frame.buffers)
+        for frame, group in self._place(payloads):
             for record in group:
                 pointer = metadata.pointer_to(frame.header, record)
                 self.ring.liveness.mark(pointer.address, pointer.stored)
                 found.append(pointer)
         return found
+
+    def _place(self, payloads: list[Payload]) -> list[tuple[PlacedFrame, list[RecordHeader]]]:
+        if not payloads:
+            return []
+        placed = place_unit(self.ring, payloads, [], self.operation)
+        for frame, _ in placed:
+            self.device.write(frame.header.address, frame.buffers)
+        return placed
