@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test lint bench crash clean
+.PHONY: help setup system demo test lint bench crash posix clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ bench: setup ## Save and restore a session, beside fio on the same disk (as root
 
 crash: setup ## The long crash tests: minutes
 	$(BIN)/pytest -m crash_long
+
+posix: setup ## Two foreign suites, as root: make posix PJDFSTEST=FOLDER FSX=PROGRAM
+	$(BIN)/python scripts/posix.py --pjdfstest "$(PJDFSTEST)" --fsx "$(FSX)"
 
 clean: ## Remove caches and build outputs; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -90,6 +90,13 @@ def mount(
     checkpoint: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="Time between checkpoints.")
     ] = 300,
+    reclaim: Annotated[
+        bool,
+        typer.Option(
+            "--reclaim/--no-reclaim",
+            help="When it is full, the units that were unused for the longest time go.",
+        ),
+    ] = True,
 ) -> None:
     """Mount a formatted device or image file. Returns when the mount answers.
 
@@ -119,7 +126,7 @@ def mount(
             warm_size=warm,
             options=chosen,
             deadline_seconds=deadline,
-            store=StoreOptions(checkpoint_seconds=checkpoint),
+            store=StoreOptions(checkpoint_seconds=checkpoint, reclaim=reclaim),
         )
 
     if foreground:

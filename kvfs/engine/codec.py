@@ -10,6 +10,7 @@ as it is where zstd does not shrink it; so is an extent as a whole.
 from __future__ import annotations
 
 import math
+import re
 import struct
 import threading
 from dataclasses import dataclass
@@ -31,10 +32,13 @@ Bytes = npt.NDArray[np.uint8]
 ITEM_SIZES = {
     "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8,
     "int64": 8, "int32": 4, "int16": 2,
+    "int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
 
 
 ROW_ITEMS_MAX = 1 << 20
+_SHAPE = re.compile(rb"[1-9][0-9]{0,6}(,[1-9][0-9]{0,6}){0,7}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,8 +218,12 @@ def layout_of(dtype: bytes | None, shape: bytes | None) -> Layout:
     """From `user.kvfs.dtype` ("bfloat16") and `user.kvfs.shape` ("2,3,64", a token's row);
     what is not understood counts as single bytes."""
     item_size = ITEM_SIZES.get((dtype or b"").decode("ascii", "replace"), 1)
-    try:
-        row_items = math.prod(int(part) for part in (shape or b"1").split(b","))
-    except ValueError:
-        row_items = 1
-    return Layout(item_size, row_items if 1 <= row_items <= ROW_ITEMS_MAX else 1)
+    return Layout(item_size, elements(shape or b"1") or 1)
+
+
+def elements(shape: bytes) -> int | None:
+    """Of a row of that shape; None if it is none, or too long."""
+    if not _SHAPE.fullmatch(shape):
+        return None
+    count = math.prod(map(int, shape.split(b",")))
+    return count if count <= ROW_ITEMS_MAX else None

@@ -44,9 +44,11 @@ Part = memoryview | Hole | Stored
 @dataclass(slots=True)
 class SealedFiles:
     """What a seal made of file data: extents to be written; (inode, extent) pairs that
-    files gave up, for their counts of blocks; and the extents that nobody refers to."""
+    files took from others and gave up, for their counts of blocks; and the extents that
+    nobody refers to."""
 
     extents: list[Known] = field(default_factory=list)
+    gained: list[tuple[int, Known]] = field(default_factory=list)
     freed: list[tuple[int, Known]] = field(default_factory=list)
     dropped: list[Known] = field(default_factory=list)
 
@@ -66,6 +68,7 @@ class Files:
         self._extent_max = extent_max
         self.table = ExtentTable(index)
         self._dirty: dict[int, Node] = {}
+        self._gained: list[tuple[int, Known]] = []
         self._freed: list[tuple[int, Known]] = []
         nodes.on_forget = self._forget
 
@@ -80,6 +83,13 @@ class Files:
                 self.table.use(known)
             self._nodes.trim(len(self.table))
         return node
+
+    def snapshot(self, ino: int) -> Step[tuple[Node, Content | None, list[Known]]]:
+        """A node, what it is made of, and its extents, without taking it into use."""
+        node, content, extents = yield from self._found(ino)
+        if node.content is not None:
+            return node, node.content, [self.table[extent] for extent in node.content.uses]
+        return node, content, extents
 
     def _found(self, ino: int) -> Step[tuple[Node, Content | None, list[Known]]]:
         """A node, and its content if that is not in use yet."""
@@ -162,6 +172,19 @@ class Files:
             self.truncate(node, 0)
         self._dirty.pop(node.inode.ino, None)
 
+    def discard(self, ino: int, content: Content, extents: list[Known]) -> None:
+        """Drop a file that need not be in use; `content` and `extents` are its snapshot."""
+        node = self._nodes.in_use(ino)
+        if node is not None and node.content is not None:
+            self.drop(node)
+            return
+        for run in content.map:
+            self._index.delete(map_key(ino, run.start))
+        for known in extents:
+            self.table.use(known)
+            self.table.refer(known, -content.uses[known.extent_id])
+            self.table.let_go(known)
+
     def _map_changed(
         self, node: Node, content: Content, removed: list[Run[Place]], added: list[Run[Place]]
     ) -> None:
@@ -185,6 +208,21 @@ class Files:
                 self._freed.append((ino, known))
                 self.table.let_go(known)
 
+    def share(self, node: Node, original: Content, extents: list[Known]) -> None:
+        """A new, empty file becomes a copy of one that has no dirty bytes."""
+        assert not original.dirty, "what is shared has been sealed"
+        content = _content(node)
+        for known in extents:
+            self.table.use(known)
+            self.table.refer(known, original.uses[known.extent_id])
+            self._gained.append((node.inode.ino, known))
+        for run in original.map:
+            extent_id, skew = run.value
+            content.map.insert(run.start, run.end, run.value)
+            content.uses[extent_id] += 1
+            part = Slice(run.start, run.end - run.start, extent_id, skew)
+            self._index.put(map_key(node.inode.ino, run.start), part.pack())
+
     # -- to the ring
 
     def seal(self, new_id: Callable[[], int]) -> SealedFiles:
@@ -203,6 +241,7 @@ class Files:
                 self._map_changed(node, content, *changed)
             content.dirty = no_bytes()
         self._dirty = {}
+        sealed.gained, self._gained = self._gained, []
         sealed.freed, self._freed = self._freed, []
         sealed.dropped, self.table.dropped = self.table.dropped, []
         return sealed
@@ -232,6 +271,8 @@ class Files:
             known.taken = round_up(record.stored)
             change[record.object_id] += known.taken
             _content(by_ino[record.object_id]).unsaved -= known.new.size
+        for ino, known in sealed.gained:
+            change[ino] += known.taken
         for ino, known in sealed.freed:
             change[ino] -= known.taken
         for ino in change.keys() & by_ino.keys():

@@ -375,12 +375,15 @@ class ItemKind(IntEnum):
     SYMLINK = 8
     COUNTS = 9
     SUMMARY = 10
+    UNIT = 11
+    LOG = 12
 
 
 KEY = struct.Struct(">BQBQ")
 KIND_BYTE = 9
 KEY_END = b"\xff" * KEY.size
 TABLE_COUNTS, TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS, TABLE_SUMMARIES = 0, 1, 2, 3, 4
+TABLE_UNITS, TABLE_LOG = 5, 6
 _ITEM_HEAD = struct.Struct("<18sI")
 _TOMBSTONE = 0xFFFF_FFFF
 Item = tuple[bytes, "bytes | None"]
@@ -442,6 +445,14 @@ def references_key(extent_id: int) -> bytes:
 def summary_key(ino: int) -> bytes:
     """An inode as it was when its data was carried forward: for fsck, not for the index."""
     return KEY.pack(TABLE_SUMMARIES, ino, ItemKind.SUMMARY, 0)
+
+
+def unit_key(ino: int) -> bytes:
+    return KEY.pack(TABLE_UNITS, ino, ItemKind.UNIT, 0)
+
+
+def log_key(number: int) -> bytes:
+    return KEY.pack(TABLE_LOG, number, ItemKind.LOG, 0)
 
 
 def key_slot(key: bytes) -> int:
@@ -647,6 +658,28 @@ def unpack_items(data: bytes) -> list[Item]:
 
 
 ITEM_OVERHEAD = _ITEM_HEAD.size
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What reclaim removes at once: a session (a directory) or a file of a pool. When it
+    was last used, what it takes on the device in bytes, and how long it lives unused, in
+    seconds (0: no limit). A directory that became a pool is kept here as one."""
+
+    used_ns: int = 0
+    stored: int = 0
+    ttl_s: int = 0
+    is_pool: bool = False
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QQQ?")
+
+    def pack(self) -> bytes:
+        return self.STRUCT.pack(self.used_ns, self.stored, self.ttl_s, self.is_pool)
+
+    @classmethod
+    def unpack(cls, value: bytes) -> Unit:
+        """Raises FormatError on a wrong length."""
+        return cls(*_fields(cls.STRUCT, value))
 
 
 # -- checkpoints: nodes of B-trees, the bitmap of live blocks, and what points to them

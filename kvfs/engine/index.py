@@ -3,7 +3,8 @@
 Three layers, the newest on top. `pending`: changes of operations that are answered
 but not yet in the ring; a batch is sealed (its changes become the items of one commit
 unit) and later committed (its frames are on the device). `recent`: what was committed
-since the last checkpoint. Below them the B-trees of that checkpoint, on the device.
+since the last checkpoint; a checkpoint that is being written is `merging` it into the
+B-trees. Below them the trees of the last checkpoint, on the device.
 """
 
 from __future__ import annotations
@@ -27,8 +28,6 @@ from kvfs.engine.format import (
 from kvfs.engine.io import Step
 from kvfs.engine.nodecache import NodeCache
 
-_EXTENTS_START = bytes([TABLE_EXTENTS])
-
 
 @dataclass(slots=True)
 class Index:
@@ -37,6 +36,7 @@ class Index:
     nodes: NodeCache
     checkpoint: Checkpoint
     _recent: SortedDict[bytes, bytes | None] = field(default_factory=SortedDict)
+    _merging: SortedDict[bytes, bytes | None] = field(default_factory=SortedDict)
     _pending: SortedDict[bytes, tuple[int, bytes | None]] = field(default_factory=SortedDict)
     _open: dict[bytes, bytes | None] = field(default_factory=dict)
     _batch: int = 0
@@ -62,9 +62,10 @@ class Index:
     def committed(self, key: bytes) -> Step[bytes | None]:
         """The value as far as it is in the ring. Raises OSError EIO."""
         while True:
-            if key in self._recent:
-                recent: bytes | None = self._recent[key]
-                return recent
+            for layer in (self._recent, self._merging):
+                if key in layer:
+                    found: bytes | None = layer[key]
+                    return found
             root = self._root(key)
             value = yield from btree.get(self.nodes, root, key)
             if root == self._root(key) and key not in self._recent:
@@ -95,8 +96,9 @@ class Index:
 
     def _merged(self, below: dict[bytes, bytes], low: bytes, high: bytes) -> Iterator[Item]:
         merged: dict[bytes, bytes | None] = dict(below)
-        for key in self._recent.irange(low, high):
-            merged[key] = self._recent[key]
+        for layer in (self._merging, self._recent):
+            for key in layer.irange(low, high):
+                merged[key] = layer[key]
         for key in self._pending.irange(low, high):
             merged[key] = self._pending[key][1]
         for key in sorted(merged):
@@ -104,7 +106,8 @@ class Index:
                 yield key, merged[key]
 
     def _root(self, key: bytes) -> Pointer:
-        return self.checkpoint.names if key < _EXTENTS_START else self.checkpoint.extents
+        checkpoint = self.checkpoint
+        return checkpoint.extents if key[0] == TABLE_EXTENTS else checkpoint.names
 
     # -- changing
 
@@ -155,16 +158,23 @@ class Index:
     @property
     def changes(self) -> int:
         """Items that the next checkpoint has to bring into the trees, at most."""
-        return len(self._recent) + len(self._pending)
+        return len(self._recent) + len(self._merging) + len(self._pending)
 
     @property
     def checkpoint_size_max(self) -> int:
         """Bytes that the nodes of the next checkpoint take in the ring, at most. Each
         change rewrites a leaf at most, and all changes together at most all nodes."""
-        touched = 2 * self.changes * round_up(NODE_SIZE) + self._moved_bytes
+        touched = self._rewritten_by(self.changes) + self._moved_bytes
         rewritten = min(touched, self.checkpoint.node_bytes)
         added = self._recent_bytes + self._pending_bytes + self.changes * ITEM_OVERHEAD
         return (rewritten + added) * 5 // 4 + 4 * round_up(NODE_SIZE)
+
+    def grows_by(self, changes: int) -> int:
+        """What so many changes may add to the next checkpoint, without their own bytes."""
+        return min(self._rewritten_by(changes), self.checkpoint.node_bytes) * 5 // 4
+
+    def _rewritten_by(self, changes: int) -> int:
+        return 2 * changes * round_up(NODE_SIZE)
 
     def move(self, keys: list[bytes], taken: int) -> None:
         """The next checkpoint writes the nodes anew that begin with these keys, and what
@@ -173,16 +183,19 @@ class Index:
         self._moved_bytes += taken
 
     def update(self, make: Callable[[], Rewrite]) -> Step[TreeUpdate]:
-        """Bring what is recent into the trees. Nothing may commit meanwhile."""
+        """Bring what is recent into the trees; until `checkpointed` it stays above them."""
+        assert not self._merging, "one checkpoint at a time"
+        self._merging, self._recent = self._recent, SortedDict()
         changes: dict[bytes, Change] = {key: (key, btree.Keep.KEEP) for key in self._moved}
-        changes.update((key, (key, value)) for key, value in self._recent.items())
+        changes.update((key, (key, value)) for key, value in self._merging.items())
         ordered = [changes[key] for key in sorted(changes)]
-        names = [change for change in ordered if change[0] < _EXTENTS_START]
+        names = [change for change in ordered if change[0][0] != TABLE_EXTENTS]
+        extents = [change for change in ordered if change[0][0] == TABLE_EXTENTS]
         of_names, of_extents = make(), make()
         after = replace(
             self.checkpoint,
             names=(yield from of_names.run(self.checkpoint.names, names)),
-            extents=(yield from of_extents.run(self.checkpoint.extents, ordered[len(names) :])),
+            extents=(yield from of_extents.run(self.checkpoint.extents, extents)),
         )
         update = TreeUpdate(
             after,
@@ -193,12 +206,12 @@ class Index:
         return update
 
     def checkpointed(self, checkpoint: Checkpoint) -> None:
-        """The trees hold everything that was committed."""
+        """The trees hold everything that was recent."""
         self.checkpoint = checkpoint
-        self._recent = SortedDict()
+        self._merging = SortedDict()
         self._moved = set()
         self._moved_bytes = 0
-        self._recent_bytes = 0
+        self._recent_bytes = sum(len(value or b"") for value in self._recent.values())
 
 
 @dataclass(slots=True)

@@ -87,6 +87,10 @@ class Names:
             raise error(errno.EINVAL)
         return target
 
+    def target(self, ino: int) -> Step[bytes | None]:
+        """Of a symlink; None for other inodes."""
+        return self._index.get(symlink_key(ino))
+
     def put_symlink(self, ino: int, target: bytes) -> None:
         self._index.put(symlink_key(ino), target)
 
@@ -97,8 +101,12 @@ class Names:
         return found[1].value if found else None
 
     def xattr_names(self, ino: int) -> Step[list[bytes]]:
+        return [xattr.name for _, xattr in (yield from self.xattrs(ino))]
+
+    def xattrs(self, ino: int) -> Step[list[tuple[int, Xattr]]]:
+        """All of an inode, by slot."""
         items = yield from self._index.scan(xattr_key(ino, 0), xattr_key(ino, _SLOT_MAX))
-        return [Xattr.unpack(value).name for _, value in items if value]
+        return [(key_slot(key), Xattr.unpack(value)) for key, value in items if value]
 
     def find_xattr(self, ino: int, name: bytes) -> Step[tuple[int, Xattr] | None]:
         items = yield from self._with_hash(name, lambda slot: xattr_key(ino, slot))

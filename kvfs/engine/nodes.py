@@ -17,6 +17,7 @@ from kvfs.engine.intervals import Intervals
 from kvfs.engine.io import Step
 
 FILE_SIZE_MAX = 1 << 62
+_TIME_NS_MIN, _TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # the years 1677 to 2262
 _IDLE_LOOKED_AT = 8
 _KEPT_MIN = 12
 
@@ -26,6 +27,11 @@ Place = tuple[int, int]  # extent id, bytes skipped at its start
 def error(number: int, what: bytes | str = "") -> OSError:
     """An OSError with its standard text."""
     return OSError(number, os.strerror(number), what or None)
+
+
+def nearest_time(time_ns: int | None) -> int | None:
+    """The nearest time that an inode can hold, as Linux does it; None stays None."""
+    return None if time_ns is None else min(max(time_ns, _TIME_NS_MIN), _TIME_NS_MAX)
 
 
 def _cut_kept(kept: Kept, start: int, end: int) -> Kept:
@@ -117,6 +123,13 @@ class Nodes:
                 self.trim(0)
         self._nodes.move_to_end(ino)
         return node
+
+    def in_use(self, ino: int) -> Node | None:
+        return self._nodes.get(ino)
+
+    def use(self, inode: Inode) -> Node:
+        """The node of an inode as it was just read."""
+        return self._nodes.setdefault(inode.ino, Node(inode))
 
     def directory(self, ino: int) -> Step[Node]:
         """A directory that is still there. Raises ENOTDIR, ENOENT."""

@@ -119,10 +119,41 @@ class Drop(Operation):
     ino: int
 
 
+@dataclass(frozen=True, slots=True)
+class Fork(Operation):
+    """A copy of a directory tree beside it. `serials` are handed out from `serial` on, one
+    an inode; `items` and `item_bytes` tell what it costs."""
+
+    CODE: ClassVar[int] = 11
+    ino: int
+    name: bytes
+    serial: int
+    serials: int
+    items: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reclaim(Operation):
+    """Remove a unit as a whole: a directory with all below it, or a file. `number` and
+    `entry` are its line in the log of what was reclaimed, `forgotten` the last number that
+    goes from there; `items` tells what it costs."""
+
+    CODE: ClassVar[int] = 12
+    parent: int
+    name: bytes
+    ino: int
+    number: int
+    entry: bytes
+    forgotten: int
+    items: int
+
+
 _TYPES: dict[int, type[Operation]] = {
     type_.CODE: type_
     for type_ in (
         Create, Link, Unlink, Rmdir, Rename, SetAttributes, Write, SetXattr, RemoveXattr, Drop,
+        Fork, Reclaim,
     )
 }  # fmt: skip
 _FIELDS = {type_: tuple(f.name for f in fields(type_)) for type_ in _TYPES.values()}

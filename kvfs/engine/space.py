@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvfs.engine import ops
-from kvfs.engine.format import BLOCK, NO_SEGMENT, round_up
+from kvfs.engine.format import BLOCK, ITEM_OVERHEAD, NO_SEGMENT, round_up
 from kvfs.engine.index import Index
 from kvfs.engine.ring import Ring
 
 _OPERATION_COST = 4096
+_OPERATION_CHANGES = 8
 # The record that the superblock points to, in a frame of its own.
 _EMPTY_CHECKPOINT = 16 * BLOCK
 _FREE_SHARE = 32
@@ -39,7 +40,16 @@ def cost(op: ops.Operation) -> int:
             return _OPERATION_COST + len(op.target)
         case ops.Rename():
             return 2 * _OPERATION_COST
+        case ops.Fork():
+            return _OPERATION_COST + op.items * ITEM_OVERHEAD + op.item_bytes
+        case ops.Reclaim():
+            return _OPERATION_COST + op.items * ITEM_OVERHEAD
     return _OPERATION_COST
+
+
+def changes(op: ops.Operation) -> int:
+    """Items of the index that an operation may change."""
+    return op.items if isinstance(op, ops.Fork | ops.Reclaim) else _OPERATION_CHANGES
 
 
 @dataclass(slots=True)

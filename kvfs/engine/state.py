@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import stat
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -30,12 +31,16 @@ from kvfs.engine.format import (
     group_of,
     inode_number,
     key_owner,
+    log_key,
     orphan_key,
+    symlink_key,
+    unit_key,
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import Step
 from kvfs.engine.names import Names
 from kvfs.engine.nodes import FILE_SIZE_MAX, Content, Node, Nodes, error
+from kvfs.engine.subtree import Original, Tree, read_tree
 
 CODEC_XATTR = b"user.kvfs.codec"
 DTYPE_XATTR = b"user.kvfs.dtype"
@@ -129,6 +134,10 @@ class State:
                 return (yield from self._remove_xattr(op))
             case ops.Drop():
                 return (yield from self._drop(op))
+            case ops.Fork():
+                return (yield from self._fork(op))
+            case ops.Reclaim():
+                return (yield from self._reclaim(op))
         raise AssertionError(op)
 
     def _write(self, op: ops.Write, data: Callable[[], Kept]) -> Step[Done]:
@@ -347,6 +356,113 @@ class State:
             self.nodes.drop(op.ino)
 
         return done
+
+    def read_tree(self, root: int) -> Step[Tree]:
+        """A directory and all below it. Raises ENOENT, EFBIG."""
+        return read_tree(self.nodes, self.names, self.files, root)
+
+    def _fork(self, op: ops.Fork) -> Step[Done]:
+        source = yield from self.nodes.directory(op.ino)
+        if op.ino == ROOT_INODE:
+            raise error(errno.EINVAL)
+        parent = yield from self.nodes.directory(source.inode.parent)
+        slot = yield from self.names.free_slot(parent.inode.ino, op.name)
+        tree = yield from self.read_tree(op.ino)
+        if len(tree.originals) > op.serials:
+            raise error(errno.EAGAIN)
+
+        def done() -> Inode:
+            copies = self._copy_inodes(op, tree)
+            for ino, original in tree.originals.items():
+                self._copy(original, copies, ino)
+            root = copies[op.ino].inode
+            root.parent, root.name = parent.inode.ino, op.name
+            self._put_name(slot, parent, root, op.name, op.time_ns)
+            parent.inode.nlink += 1
+            return root
+
+        return done
+
+    def _copy_inodes(self, op: ops.Fork, tree: Tree) -> dict[int, Node]:
+        """New inodes by the old ones' numbers: of directories first, so that files lie
+        with theirs."""
+        copies: dict[int, Node] = {}
+        serial = op.serial
+        for ino, original in tree.originals.items():
+            old = original.inode
+            above = copies.get(old.parent)
+            number = self.number_for(above.inode.ino if above else ROOT_INODE, old.mode, serial)
+            serial += 1
+            self._directories_made += stat.S_ISDIR(old.mode)
+            copies[ino] = self.nodes.add(
+                replace(
+                    old,
+                    ino=number,
+                    stored=0,
+                    ctime_ns=op.time_ns,
+                    birth_ns=op.time_ns,
+                    nlink=2 if stat.S_ISDIR(old.mode) else 0,
+                )
+            )
+        return copies
+
+    def _copy(self, original: Original, copies: dict[int, Node], ino: int) -> None:
+        node = copies[ino]
+        new = node.inode.ino
+        for slot, xattr in original.xattrs:
+            self.names.put_xattr(new, slot, xattr.name, xattr.value)
+        if original.target is not None:
+            self.names.put_symlink(new, original.target)
+        for slot, dentry in original.entries:
+            child = copies[dentry.ino].inode
+            child.parent, child.name = new, dentry.name
+            is_directory = stat.S_ISDIR(child.mode)
+            child.nlink += not is_directory
+            node.inode.nlink += is_directory
+            self.names.put(new, slot, child, dentry.name)
+        if original.content is not None:
+            self.files.share(node, original.content, original.extents)
+
+    def _reclaim(self, op: ops.Reclaim) -> Step[Done]:
+        parent = yield from self.nodes.node(op.parent)
+        slot, dentry = yield from self.names.existing(op.parent, op.name)
+        if dentry.ino != op.ino:
+            raise error(errno.ENOENT, op.name)
+        tree = yield from read_tree(self.nodes, self.names, self.files, op.ino)
+        links = Counter(
+            dentry.ino for original in tree.originals.values() for _, dentry in original.entries
+        )
+        links[op.ino] += 1
+
+        def done() -> Inode:
+            self._remove_name(slot, parent, op.time_ns)
+            parent.inode.nlink -= stat.S_ISDIR(dentry.type)
+            for ino, original in tree.originals.items():
+                for below, _ in original.entries:
+                    self.names.remove(ino, below)
+                self._lose_links(ino, original, links[ino], op.time_ns)
+            self._index.delete(unit_key(op.ino))
+            self._index.put(log_key(op.number), op.entry)
+            self._index.delete(log_key(op.forgotten))
+            return parent.inode
+
+        return done
+
+    def _lose_links(self, ino: int, original: Original, count: int, time_ns: int) -> None:
+        inode = original.inode
+        if not stat.S_ISDIR(inode.mode) and inode.nlink > count:
+            node = self.nodes.use(inode)
+            node.inode.nlink -= count
+            node.inode.ctime_ns = time_ns
+            self.nodes.touch(node)
+            return
+        if original.content is not None:
+            self.files.discard(ino, original.content, original.extents)
+        for slot, _ in original.xattrs:
+            self.names.remove_xattr(ino, slot)
+        if original.target is not None:
+            self._index.delete(symlink_key(ino))
+        self.nodes.drop(ino)
 
     # -- what operations have in common
 

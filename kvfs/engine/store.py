@@ -34,12 +34,14 @@ from kvfs.engine.format import (
 from kvfs.engine.index import Index
 from kvfs.engine.io import DeadlineExceeded, Executor, InlineExecutor, Step, run, settled, wait_all
 from kvfs.engine.nodecache import NodeCache
-from kvfs.engine.nodes import Node, error
+from kvfs.engine.nodes import Node, error, nearest_time
 from kvfs.engine.reader import Chunk, ExtentReader
+from kvfs.engine.reclaim import Reclaimer
 from kvfs.engine.ring import Geometry, Ring
-from kvfs.engine.space import Purpose, Space, cost
+from kvfs.engine.space import Purpose, Space, changes, cost
 from kvfs.engine.state import CODEC_XATTR, Done, State
 from kvfs.engine.superblocks import read_superblocks, write_superblock
+from kvfs.engine.units import Units
 from kvfs.engine.writer import ID_WINDOW, Counters, Writer
 
 log = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ _TICK_SECONDS = 1.0
 _DIRTY_SECONDS = 5.0
 _DIRTY_MIN = 64 * 1024 * 1024
 _CLEANING_TRIES = 4
+_RECLAIM_SHARE = 64  # one part of the ring in so many is made free at once
 _FRACTION_OF_SEGMENT = 8  # an extent is at most this part of a segment
 
 
@@ -59,7 +62,8 @@ class StoreOptions:
     """Limits of a mounted store. Sizes in bytes, times in seconds.
 
     `cache_size` is for file data, `index_cache_size` for nodes of the index; `nodes_max`
-    counts inodes and extents in use; `checkpoint_changes` items of the index.
+    counts inodes and extents in use; `checkpoint_changes` items of the index. `reclaim`:
+    units may be removed, those that live too long and, when the ring is full, the oldest.
     """
 
     cache_size: int = 128 * 1024 * 1024
@@ -68,16 +72,19 @@ class StoreOptions:
     checkpoint_seconds: float = 300.0
     checkpoint_bytes: int = 1024 * 1024 * 1024
     checkpoint_changes: int = 100_000
+    reclaim: bool = True
     uid: int = field(default_factory=os.geteuid)
     gid: int = field(default_factory=os.getegid)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes of the ring, and inodes. `live` counts each shared extent once."""
+    """Bytes of the ring, and inodes. `live` counts each shared extent once; `available` is
+    what is free and what reclaim may remove now."""
 
     total: int
     free: int
+    available: int
     live: int
     inodes: int
 
@@ -106,6 +113,8 @@ class Store:
         self._writer.counters.replayed_frames = loaded.frames
         self._reader = ExtentReader(device, executor, loaded.ring, options.cache_size)
         self._assembler = Assembler(self._reader)
+        self._units = Units(loaded.index, loaded.state, lambda: self._space.total)
+        self._reclaimer = Reclaimer(self._units, self._perform, options.reclaim)
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None
 
@@ -149,6 +158,7 @@ class Store:
         try:
             self._writer.check()
             yield from self._drop_orphans()
+            yield from self._units.book()
             yield from self._writer.checkpoint(closing=True)
             yield from self._writer.finished()
             self._writer.check()
@@ -194,6 +204,8 @@ class Store:
 
     def _redo(self, op: ops.Operation, kept: Kept) -> None:
         # It was prepared on this very state before it was logged, so it succeeds again.
+        if isinstance(op, ops.Fork):
+            self._writer.seal()
         run(self._state.prepare(op, lambda: kept))()
         self._writer.count(cost(op), len(kept.data))
 
@@ -212,15 +224,16 @@ class Store:
         return self._state.nodes.node(ino)
 
     def lookup(self, directory: int, name: bytes) -> Step[Node]:
-        """Raises ENOENT, ENOTDIR, ENAMETOOLONG."""
+        """Raises ENOENT, ENOTDIR, ENAMETOOLONG. `.` of a file is itself: so the kernel asks
+        for what it knows by its number alone."""
         return settled(lambda: self._lookup(directory, name))
 
     def _lookup(self, directory: int, name: bytes) -> Step[Node]:
         parent = yield from self._state.nodes.node(directory)
-        if not parent.is_directory:
-            raise error(errno.ENOTDIR)
         if name == b".":
             return parent
+        if not parent.is_directory:
+            raise error(errno.ENOTDIR)
         if name == b"..":
             return (yield from self._state.nodes.node(parent.inode.parent))
         _, dentry = yield from self._state.names.existing(directory, name)
@@ -246,6 +259,7 @@ class Store:
 
         The result is valid until the loop runs other code: copy it if it has to last.
         """
+        self._units.touch(ino, time.time_ns())
         pinned: list[Chunk] = []
         try:
             while True:
@@ -283,7 +297,11 @@ class Store:
         space = self._space
         free = max(0, space.left_after_cleaning(self._writer.promised))
         live = space.ring.liveness.live_bytes
-        return Usage(space.total, min(free, space.total), live, self._state.nodes.count)
+        available = free + (self._units.removable if self._options.reclaim else 0)
+        return Usage(
+            space.total, min(free, space.total), min(available, space.total), live,
+            self._state.nodes.count,
+        )  # fmt: skip
 
     @property
     def counters(self) -> Counters:
@@ -322,6 +340,7 @@ class Store:
         op = ops.Create(time.time_ns(), parent, name, ino, mode, uid, gid, rdev, target)
         inode = yield from self._perform(op)
         assert inode is not None
+        self._units.touch(inode.ino, op.time_ns)
         return (yield from self._state.nodes.node(inode.ino))
 
     def link(self, ino: int, parent: int, name: bytes) -> Step[Node]:
@@ -361,7 +380,10 @@ class Store:
         atime_ns: int | None = None,
         mtime_ns: int | None = None,
     ) -> Step[Node]:
-        op = ops.SetAttributes(time.time_ns(), ino, mode, uid, gid, size, atime_ns, mtime_ns)
+        op = ops.SetAttributes(
+            time.time_ns(), ino, mode, uid, gid, size,
+            nearest_time(atime_ns), nearest_time(mtime_ns),
+        )  # fmt: skip
         yield from self._perform(op, purpose=Purpose.STORE if size is None else Purpose.REMOVE)
         return (yield from self._state.nodes.node(ino))
 
@@ -371,6 +393,7 @@ class Store:
             part = data if len(data) <= WRITE_SIZE_MAX else data[start : start + WRITE_SIZE_MAX]
             op = ops.Write(time.time_ns(), ino, offset + start, len(part))
             yield from self._perform(op, part)
+            self._units.touch(ino, op.time_ns)
         return len(data)
 
     def set_xattr(self, ino: int, name: bytes, value: bytes) -> Step[None]:
@@ -378,9 +401,43 @@ class Store:
         if name == CODEC_XATTR and value not in [choice.value.encode() for choice in CodecChoice]:
             raise error(errno.EINVAL)
         yield from self._perform(ops.SetXattr(time.time_ns(), ino, name, value))
+        self._units.touch(ino, time.time_ns())
 
     def remove_xattr(self, ino: int, name: bytes) -> Step[None]:
         yield from self._perform(ops.RemoveXattr(time.time_ns(), ino, name), purpose=Purpose.REMOVE)
+
+    def fork(self, ino: int, name: bytes) -> Step[Node]:
+        """A copy-on-write copy of a directory tree, beside it. Raises EEXIST, ENOTDIR;
+        EFBIG for one that is too large."""
+        while True:
+            tree = yield from settled(lambda: self._state.read_tree(ino))
+            serials = len(tree.originals)
+            serial = self._writer.new_ids(serials)
+            op = ops.Fork(time.time_ns(), ino, name, serial, serials, tree.items, tree.item_bytes)
+            try:
+                inode = yield from self._perform(op)
+            except BlockingIOError:
+                continue  # it grew meanwhile
+            assert inode is not None
+            return (yield from self._state.nodes.node(inode.ino))
+
+    @property
+    def units(self) -> Units:
+        return self._units
+
+    @property
+    def reclaimer(self) -> Reclaimer:
+        return self._reclaimer
+
+    def opened(self, ino: int) -> None:
+        """A file is open: it is not reclaimed. Each call wants one of `closed`."""
+        self._units.touch(ino, time.time_ns())
+        self._units.opened[ino] += 1
+
+    def closed(self, ino: int) -> None:
+        self._units.opened[ino] -= 1
+        if not self._units.opened[ino]:
+            del self._units.opened[ino]
 
     def pin(self, ino: int) -> None:
         """Somebody holds the inode (an open file, the kernel's memory of it)."""
@@ -435,7 +492,9 @@ class Store:
         kept = Kept(memoryview(b""), None)
 
         def prepared() -> Step[Done]:
-            yield from self._admit(charge, len(data), purpose)
+            yield from self._admit(charge, changes(op), len(data), purpose)
+            if isinstance(op, ops.Fork):
+                writer.seal()
             return (yield from self._state.prepare(op, lambda: kept))
 
         done = yield from settled(prepared)
@@ -446,15 +505,16 @@ class Store:
 
     # -- admission
 
-    def _admit(self, charge: int, length: int, purpose: Purpose) -> Step[None]:
+    def _admit(self, charge: int, changed: int, length: int, purpose: Purpose) -> Step[None]:
         """Wait until the buffer has room; raise ENOSPC when the ring has not."""
         writer = self._writer
         while writer.unsaved + length > self._unsaved_max() or not self._buffer.has_room(charge):
             if writer.is_idle:
                 raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
             yield from writer.relieve()
-        if not self._space.has_room(charge, writer.promised, purpose):
-            yield from self._make_space(charge, purpose)
+        wanted = charge + writer.index.grows_by(changed)
+        if not self._space.has_room(wanted, writer.promised, purpose):
+            yield from self._make_space(wanted, purpose)
 
     def _unsaved_max(self) -> int:
         """Dirty bytes are bounded by what the device takes in 5 s."""
@@ -471,11 +531,26 @@ class Store:
         while not space.has_room(charge, writer.promised, purpose):
             left = space.left(writer.promised, purpose)
             tries = 0 if left > best else tries + 1
-            if tries == _CLEANING_TRIES or not space.is_enough(charge, writer.promised, purpose):
-                raise error(errno.ENOSPC)
             best = max(best, left)
-            yield from writer.clean()
+            if not space.is_enough(charge, writer.promised, purpose):
+                yield from self._reclaim(charge)
+            elif tries == _CLEANING_TRIES:
+                raise error(errno.ENOSPC)
+            else:
+                yield from writer.clean()
             yield from self._free_what_is_dead()
+
+    def _reclaim(self, charge: int) -> Step[None]:
+        """Remove the oldest units, a little more than is needed. Raises ENOSPC when nothing
+        may be removed."""
+        writer, space = self._writer, self._space
+        wanted = charge + space.total // _RECLAIM_SHARE
+        removed = yield from self._reclaimer.make_space(
+            wanted - space.left_after_cleaning(writer.promised)
+        )
+        if not removed:
+            raise error(errno.ENOSPC)
+        yield from writer.written()
 
     def _free_what_is_dead(self) -> Step[None]:
         """Both superblock slots move on."""
@@ -491,7 +566,8 @@ class Store:
 
     def checkpoint(self) -> Step[None]:
         """The index on the device describes everything answered before."""
-        return self._writer.checkpoint()
+        yield from self._units.book()
+        yield from self._writer.checkpoint()
 
     def clean(self) -> Step[None]:
         """Carry what is live out of the emptiest segments, at most about a segment of it."""
@@ -516,6 +592,9 @@ class Store:
         if (due and written) or long or writer.index.changes > options.checkpoint_changes:
             yield from writer.checkpoint()
         yield from self._drop_nameless()
+        yield from self._units.book()
+        usage = self.usage()
+        yield from self._reclaimer.expire(is_filling=usage.free < usage.total * 3 // 10)
         if self._space.is_short and self._space.is_worth_cleaning:
             yield from writer.clean()
             yield from writer.checkpoint()

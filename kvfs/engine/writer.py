@@ -129,8 +129,12 @@ class Writer:
     # -- what the store asks for
 
     def new_id(self) -> int:
-        self.next_id += 1
-        return self.next_id - 1
+        return self.new_ids(1)
+
+    def new_ids(self, count: int) -> int:
+        """The first of so many."""
+        self.next_id += count
+        return self.next_id - count
 
     def check(self) -> None:
         """Raises EIO once the device has failed."""

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import UUID
 
-from kvfs.engine.codec import Codec
+from kvfs.engine.codec import ITEM_SIZES, Codec, elements
 from kvfs.engine.files import Stored
-from kvfs.engine.format import FIRST_FREE_ID, Inode
+from kvfs.engine.format import FIRST_FREE_ID, ROOT_INODE, Inode
 from kvfs.engine.io import Step
 from kvfs.engine.nodes import error
 from kvfs.engine.store import Store
@@ -22,8 +22,21 @@ from kvfs.mount.metrics import metrics
 
 PREFIX = b"user.kvfs."
 _XATTR_MAX = 64 * 1024 - 1
-# What may be set by a user and is kept; the rest of the prefix is answered or refused.
-_SETTABLE = {b"codec", b"dtype", b"shape", b"model"}
+# What may be set by a user and is kept, and which values say something; the rest of the
+# prefix is answered or refused.
+_SETTABLE: dict[bytes, Callable[[bytes], bool]] = {
+    b"codec": lambda value: True,  # the store checks it
+    b"dtype": lambda value: value in [name.encode() for name in ITEM_SIZES],
+    b"shape": lambda value: elements(value) is not None,
+    b"model": lambda value: True,
+    b"unit": lambda value: value in (b"auto", b"session", b"pool"),
+    b"pin": lambda value: value in (b"0", b"1"),
+    b"ttl": lambda value: value.isdigit() and len(value) <= _TTL_DIGITS,
+    b"device_id": bytes.isdigit,
+}
+_TTL_DIGITS = 12
+
+FORK = PREFIX + b"fork"  # setting it makes a fork of that name beside it
 
 CONTROL_NAME = b".kvfs"
 CONTROL_INODE = 2
@@ -35,17 +48,42 @@ def read_xattr(store: Store, ino: int, name: bytes) -> Step[bytes]:
     if name == PREFIX + b"extents":
         return (yield from _extents(store, ino))
     value = yield from store.xattr(ino, name)
+    if value is None and name.startswith(PREFIX):
+        value = yield from _unset(store, ino, name.removeprefix(PREFIX))
     if value is None:
         raise error(errno.ENODATA)
     return value
 
 
-def check_settable(name: bytes) -> None:
-    """Raises EOPNOTSUPP for names of ours that are not settings, and for ACLs."""
+def _unset(store: Store, ino: int, name: bytes) -> Step[bytes | None]:
+    """What a setting that was not made here amounts to."""
+    units = store.units
+    match name:
+        case b"pin":
+            return b"1" if (yield from units.is_pinned(ino)) else b"0"
+        case b"ttl":
+            return b"0"
+        case b"unit":
+            node = yield from store.node(ino)
+            if node.is_directory:
+                unit = yield from units.unit_of(ino)
+                is_session = unit != ino or (yield from units.is_session(ino))
+                return b"session" if is_session and ino != ROOT_INODE else b"pool"
+    return None
+
+
+def check_settable(name: bytes, value: bytes) -> None:
+    """Raises EOPNOTSUPP for names of ours that are not settings, and for ACLs; EINVAL for
+    values that say nothing."""
     if name.startswith(b"system."):
         raise error(errno.EOPNOTSUPP)
-    if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in _SETTABLE:
+    if not name.startswith(PREFIX):
+        return
+    check = _SETTABLE.get(name.removeprefix(PREFIX))
+    if check is None:
         raise error(errno.EOPNOTSUPP)
+    if not check(value):
+        raise error(errno.EINVAL)
 
 
 def _extents(store: Store, ino: int) -> Step[bytes]:
@@ -97,7 +135,7 @@ class Mounted:
 class ControlFile:
     """`render` gives its bytes as the user with that uid may see them."""
 
-    render: Callable[[Mounted, int], bytes]
+    render: Callable[[Mounted, int], Step[bytes]]
     mode: int
 
 
@@ -120,19 +158,50 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "segments": superblock.segment_count,
         "unsaved": store.unsaved,
         "counters": asdict(store.counters),
+        "reclaimed_units": store.reclaimer.removed_units,
+        "reclaimed_bytes": store.reclaimer.removed_bytes,
         "errors": asdict(store.reader.errors),
     }
 
 
-def _stats_json(mounted: Mounted, _uid: int) -> bytes:
+def _stats_json(mounted: Mounted, _uid: int) -> Step[bytes]:
     return (json.dumps(_stats(mounted), indent=2) + "\n").encode()
+    yield
 
 
-# What tells of the whole mount is its owner's alone.
+def _metrics(mounted: Mounted, _uid: int) -> Step[bytes]:
+    return metrics(_stats(mounted))
+    yield
+
+
+def _config(mounted: Mounted, _uid: int) -> Step[bytes]:
+    return mounted.config.as_toml()
+    yield
+
+
+def _sessions(mounted: Mounted, uid: int) -> Step[bytes]:
+    """A line of JSON for each session that was used, the last used first."""
+    lines = []
+    for session in (yield from mounted.store.units.sessions()):
+        if uid in (0, session.uid):
+            lines.append(json.dumps(asdict(session)))
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _log(mounted: Mounted, uid: int) -> Step[bytes]:
+    """A line of JSON for each unit that was reclaimed, the oldest first."""
+    entries = yield from mounted.store.reclaimer.entries()
+    lines = [json.dumps(entry) for entry in entries if uid in (0, entry["uid"])]
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+# What tells of the whole mount is its owner's alone; the others show a caller what it owns.
 FILES = {
     b"stats.json": ControlFile(_stats_json, 0o400),
-    b"metrics": ControlFile(lambda mounted, _uid: metrics(_stats(mounted)), 0o400),
-    b"config.toml": ControlFile(lambda mounted, _uid: mounted.config.as_toml(), 0o400),
+    b"metrics": ControlFile(_metrics, 0o400),
+    b"config.toml": ControlFile(_config, 0o400),
+    b"sessions": ControlFile(_sessions, 0o444),
+    b"log": ControlFile(_log, 0o444),
 }
 _NAMES = list(FILES)
 
@@ -154,17 +223,18 @@ def find_control_file(name: bytes) -> int:
     return _FIRST_FILE + _NAMES.index(name)
 
 
-def render(mounted: Mounted, ino: int, uid: int) -> bytes:
+def render(mounted: Mounted, ino: int, uid: int) -> Step[bytes]:
     """The bytes of a file in `/.kvfs`."""
     return _file(ino).render(mounted, uid)
 
 
-def control_inode(ino: int, owner: Inode, size: int) -> Inode:
-    """The attributes of `/.kvfs` or of a file in it; `owner` is the root."""
+def control_inode(ino: int, owner: Inode) -> Inode:
+    """The attributes of `/.kvfs` or of a file in it; `owner` is the root. As in /proc a file
+    is made when it is opened, and has no size before."""
     if ino == CONTROL_INODE:
         return Inode(ino, stat.S_IFDIR | 0o555, owner.uid, owner.gid, nlink=2)
     mode = stat.S_IFREG | _file(ino).mode
-    return Inode(ino, mode, owner.uid, owner.gid, nlink=1, size=size)
+    return Inode(ino, mode, owner.uid, owner.gid, nlink=1)
 
 
 def _file(ino: int) -> ControlFile:

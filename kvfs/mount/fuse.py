@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
 
 import pyfuse3
+import trio
 from pyfuse3 import (
     EntryAttributes,
     FileHandleT,
@@ -74,9 +75,11 @@ def _handler(
 
 @dataclass(slots=True)
 class _Handle:
-    """An open file or directory. `snapshot` is the content of a file in `/.kvfs`."""
+    """An open file or directory. `direct`: opened with O_DIRECT; `snapshot` is the content
+    of a file in `/.kvfs`."""
 
     ino: int
+    direct: bool = False
     reader: Reader | None = None
     snapshot: bytes | None = None
 
@@ -102,8 +105,11 @@ class Filesystem(pyfuse3.Operations):
         self._handles: dict[int, _Handle] = {}
         self._next_handle = 0
         self._changed_blocks: set[int] = set()
+        # Files of which the kernel may have pages that it read since it was told to drop them.
+        self._in_page_cache: set[int] = set()
         self._notices = _Notices()
         store.watch_blocks(self._blocks_changed)
+        store.reclaimer.on_removed = self._removed
 
     async def _run(self, step: Step[R]) -> R:
         return await drive(step, self._deadline_seconds)
@@ -115,9 +121,9 @@ class Filesystem(pyfuse3.Operations):
         self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext
     ) -> EntryAttributes:
         if parent_inode == ROOT_INODE and name == control.CONTROL_NAME:
-            return await self._control_attributes(control.CONTROL_INODE, ctx.uid)
+            return await self._control_attributes(control.CONTROL_INODE)
         if parent_inode == control.CONTROL_INODE:
-            return await self._control_attributes(control.find_control_file(name), ctx.uid)
+            return await self._control_attributes(control.find_control_file(name))
         try:
             node = await self._run(self._store.lookup(parent_inode, name))
         except OSError as failure:
@@ -130,11 +136,13 @@ class Filesystem(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         for ino, count in inode_list:
             await self._run(self._store.unpin(ino, count))
+            if not self._store.is_pinned(ino):
+                self._in_page_cache.discard(ino)
 
     @_handler
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
         if control.is_control(inode):
-            return await self._control_attributes(inode, ctx.uid)
+            return await self._control_attributes(inode)
         return _node_attributes(await self._run(self._store.node(inode)))
 
     @_handler
@@ -236,7 +244,7 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         if control.is_control(inode):
-            return self._open_control(inode, flags, ctx.uid)
+            return await self._open_control(inode, flags, ctx.uid)
         if flags & os.O_TRUNC:
             await self._run(self._store.set_attributes(inode, size=0))
         return await self._open(inode, flags)
@@ -246,6 +254,8 @@ class Filesystem(pyfuse3.Operations):
         handle = self._handles[fh]
         if handle.snapshot is not None:
             return handle.snapshot[off : off + size]
+        if not handle.direct:
+            self._in_page_cache.add(handle.ino)
         # The reply is copied before anything else runs, so it may be a view.
         return cast(bytes, await self._run(self._read(handle, off, size)))
 
@@ -256,7 +266,11 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
-        return await self._run(self._store.write(self._handles[fh].ino, off, buf))
+        handle = self._handles[fh]
+        written = await self._run(self._store.write(handle.ino, off, buf))
+        if handle.direct and handle.ino in self._in_page_cache:
+            await self._drop_pages(handle.ino)
+        return written
 
     @_handler
     async def flush(self, fh: FileHandleT) -> None:
@@ -266,6 +280,7 @@ class Filesystem(pyfuse3.Operations):
     async def release(self, fh: FileHandleT) -> None:
         handle = self._handles.pop(fh)
         if handle.snapshot is None:
+            self._store.closed(handle.ino)
             await self._run(self._store.unpin(handle.ino))
 
     @_handler
@@ -319,7 +334,7 @@ class Filesystem(pyfuse3.Operations):
         data = StatvfsData()
         data.f_bsize = data.f_frsize = BLOCK
         data.f_blocks = space.total // BLOCK
-        data.f_bfree = data.f_bavail = space.free // BLOCK
+        data.f_bfree, data.f_bavail = space.free // BLOCK, space.available // BLOCK
         data.f_ffree = data.f_favail = space.free // BLOCK
         data.f_files = space.inodes + data.f_ffree
         data.f_namemax = NAME_LENGTH_MAX
@@ -336,14 +351,18 @@ class Filesystem(pyfuse3.Operations):
         self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext
     ) -> None:
         _refuse_control_inode(inode)
-        control.check_settable(name)
+        if name == control.FORK:
+            return await self._fork(inode, value, ctx)
+        control.check_settable(name, value)
         await self._run(self._store.set_xattr(inode, name, value))
 
     @_handler
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
         if control.is_control(inode):
             return []
-        return await self._run(self._store.xattr_names(inode))
+        names = await self._run(self._store.xattr_names(inode))
+        # The kernel keeps others from reading trusted ones; who lists them is for us to see.
+        return [name for name in names if ctx.uid == 0 or not name.startswith(b"trusted.")]
 
     @_handler
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
@@ -383,10 +402,11 @@ class Filesystem(pyfuse3.Operations):
             return node
 
     async def _open(self, ino: int, flags: int) -> FileInfo:
-        handle = _Handle(ino)
+        handle = _Handle(ino, direct=bool(flags & os.O_DIRECT))
         if flags & os.O_ACCMODE != os.O_WRONLY:
             handle.reader = await self._run(self._look_ahead.opened(ino))
         self._store.pin(ino)
+        self._store.opened(ino)
         # Also for O_DIRECT: the kernel then splits a large request into several at once, and
         # keeps its page cache coherent; with direct_io it would wait for each.
         return FileInfo(fh=self._add_handle(handle), direct_io=False, keep_cache=True)
@@ -401,6 +421,34 @@ class Filesystem(pyfuse3.Operations):
         self._store.pin(node.inode.ino)
         return _node_attributes(node)
 
+    async def _drop_pages(self, ino: int) -> None:
+        """Of an asynchronous O_DIRECT write the kernel drops the pages before it sends it to us
+        and not after: what others read in between is old, and would stay."""
+        self._in_page_cache.discard(ino)
+        try:
+            await trio.to_thread.run_sync(pyfuse3.invalidate_inode, InodeT(ino))
+        except OSError as failure:
+            log.debug("the pages of inode %d: %s", ino, failure)
+
+    async def _fork(self, ino: int, name: bytes, ctx: RequestContext) -> None:
+        """The copy belongs to whom the original belongs to: only they make one, and only
+        where they may make names."""
+        if not name or b"/" in name or b"\0" in name or name in (b".", b".."):
+            raise FUSEError(errno.EINVAL)
+        source = (await self._run(self._store.node(ino))).inode
+        _refuse_control(source.parent, name)
+        parent = (await self._run(self._store.node(source.parent))).inode
+        if ctx.uid not in (0, source.uid) or not _may_write(parent, ctx):
+            raise FUSEError(errno.EACCES)
+        await self._run(self._store.fork(ino, name))
+        # The kernel may remember that there was no such name; who forks looks at once.
+        await trio.to_thread.run_sync(_forget_name, source.parent, name)
+        self._notices.add(source.parent)
+
+    def _removed(self, names: list[tuple[int, bytes]]) -> None:
+        for directory, name in names:
+            self._notices.add(directory, name)
+
     def _blocks_changed(self, inodes: list[int]) -> None:
         self._changed_blocks.update(inodes)
 
@@ -414,17 +462,16 @@ class Filesystem(pyfuse3.Operations):
 
     # -- /.kvfs
 
-    async def _control_attributes(self, ino: int, uid: int) -> EntryAttributes:
+    async def _control_attributes(self, ino: int) -> EntryAttributes:
         root = await self._run(self._store.node(ROOT_INODE))
-        size = 0 if ino == control.CONTROL_INODE else len(control.render(self._mounted, ino, uid))
-        attributes = _attributes(control.control_inode(ino, root.inode, size), 0)
+        attributes = _attributes(control.control_inode(ino, root.inode), 0)
         attributes.attr_timeout = 0
         return attributes
 
-    def _open_control(self, ino: int, flags: int, uid: int) -> FileInfo:
+    async def _open_control(self, ino: int, flags: int, uid: int) -> FileInfo:
         if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
             raise FUSEError(errno.EACCES)
-        snapshot = control.render(self._mounted, ino, uid)
+        snapshot = await self._run(control.render(self._mounted, ino, uid))
         handle = self._add_handle(_Handle(ino, snapshot=snapshot))
         return FileInfo(fh=handle, direct_io=True, keep_cache=False)
 
@@ -432,8 +479,7 @@ class Filesystem(pyfuse3.Operations):
         root = await self._run(self._store.node(ROOT_INODE))
         entries = [(b".", control.CONTROL_INODE), (b"..", ROOT_INODE), *control.control_files()]
         for number, (name, ino) in enumerate(entries[start_id:], start_id + 1):
-            # The size depends on the caller, who is asked for at a stat: nothing is cached.
-            inode = root.inode if ino == ROOT_INODE else control.control_inode(ino, root.inode, 0)
+            inode = root.inode if ino == ROOT_INODE else control.control_inode(ino, root.inode)
             attributes = _attributes(inode, 0)
             attributes.attr_timeout = 0
             if not pyfuse3.readdir_reply(token, name, attributes, number):
@@ -441,27 +487,46 @@ class Filesystem(pyfuse3.Operations):
 
 
 class _Notices:
-    """Tells the kernel to ask again for attributes, from a thread: telling it may block on
-    a lock that is held by a request of ours. A full queue drops notices."""
+    """Tells the kernel to ask again for attributes, or for a name, from a thread: telling
+    it may block on a lock that is held by a request of ours. A full queue drops notices."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[int] = queue.Queue(_NOTICES_MAX)
+        self._queue: queue.Queue[tuple[int, bytes | None]] = queue.Queue(_NOTICES_MAX)
         threading.Thread(target=self._work, name="kvfs-notices", daemon=True).start()
 
-    def add(self, ino: int) -> None:
+    def add(self, ino: int, name: bytes | None = None) -> None:
+        """For an inode's attributes, or for a name in a directory."""
         try:
-            self._queue.put_nowait(ino)
+            self._queue.put_nowait((ino, name))
         except queue.Full:
             log.debug("too many notices to the kernel: one for inode %d is dropped", ino)
 
     def _work(self) -> None:
         while True:
-            ino = self._queue.get()
+            ino, name = self._queue.get()
+            if name is not None:
+                _forget_name(ino, name)
+                continue
             try:
                 pyfuse3.invalidate_inode(InodeT(ino), attr_only=True)
             except OSError as failure:
                 # ENOENT: the kernel has forgotten it meanwhile.
                 log.debug("notice for inode %d: %s", ino, failure)
+
+
+def _may_write(directory: Inode, ctx: RequestContext) -> bool:
+    if ctx.uid in (0, directory.uid):
+        return ctx.uid == 0 or bool(directory.mode & stat.S_IWUSR)
+    if directory.gid == ctx.gid or directory.gid in pyfuse3.get_sup_groups(ctx.pid):
+        return bool(directory.mode & stat.S_IWGRP)
+    return bool(directory.mode & stat.S_IWOTH)
+
+
+def _forget_name(directory: int, name: bytes) -> None:
+    try:
+        pyfuse3.invalidate_entry(InodeT(directory), FileNameT(name))
+    except OSError as failure:
+        log.debug("notice for a name in directory %d: %s", directory, failure)
 
 
 def _refuse_control(parent: int, name: bytes) -> None:

@@ -24,14 +24,23 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvfs.engine import reclaim as reclaim_module
 from kvfs.engine import store as store_module
 from kvfs.engine import superblocks as superblocks_module
 from kvfs.engine import writeback as writeback_module
 from kvfs.engine import writer as writer_module
-from kvfs.engine.format import BLOCK, DATA_START, SUPERBLOCK_ADDRESSES, FormatError, Superblock
+from kvfs.engine.format import (
+    BLOCK,
+    DATA_START,
+    SUPERBLOCK_ADDRESSES,
+    FormatError,
+    Superblock,
+    Unit,
+)
 from kvfs.engine.io import InlineExecutor, Step, run
 from kvfs.engine.store import Store, StoreOptions
 from kvfs.engine.superblocks import format_device
+from kvfs.engine.units import Victim
 from kvfs.tiers import oplog
 from kvfs.tiers.oplog import OperationLog
 from tests.crash.model import ROOT, Tree, View, difference, view_of
@@ -42,8 +51,11 @@ from tests.support.devices import Flushed, RecordingDevice, random_survival
 T = TypeVar("T")
 MIB = 1024 * 1024
 # Little stays in memory, so that much is loaded again.
-_OPTIONS = StoreOptions(cache_size=4 * MIB, index_cache_size=256 * 1024, nodes_max=16, uid=0, gid=0)
+_OPTIONS = StoreOptions(
+    cache_size=4 * MIB, index_cache_size=256 * 1024, nodes_max=16, reclaim=False, uid=0, gid=0
+)
 _HISTORY_BYTES = 24 * MIB
+_INODES_MAX = 60
 _LOG_CHUNK = 2 * MIB
 _LOG_LIMIT = 8 * MIB
 _DIRECTORY_MODE = stat.S_IFDIR | 0o755
@@ -140,7 +152,10 @@ class CrashMachine(RuleBasedStateMachine):
 
     @initialize(segments=st.integers(12, 16), batch=st.sampled_from([MIB // 4, MIB, 8 * MIB]))
     def begins(self, segments: int, batch: int) -> None:
-        for module in (store_module, writer_module, writeback_module, superblocks_module):
+        modules = (
+            store_module, writer_module, writeback_module, superblocks_module, reclaim_module
+        )  # fmt: skip
+        for module in modules:
             self.patches.enter_context(patch.object(module, "time", self.clock))
         self.patches.enter_context(patch.object(writer_module, "BATCH_SIZE", batch))
         self.patches.enter_context(patch.object(oplog, "CHUNK_SIZE", _LOG_CHUNK))
@@ -239,6 +254,30 @@ class CrashMachine(RuleBasedStateMachine):
         self.device.note("used", len(self.used))
         return ino
 
+    @rule(pick=PICKS, name=NAMES, seed=SEEDS)
+    def fork(self, pick: int, name: bytes, seed: int) -> None:
+        source = self.a_directory(pick)
+        if len(self.tree.reachable()) > _INODES_MAX:
+            return
+
+        def forked(tree: Tree, node: Any) -> Tree:
+            copies = {ino: -ino for ino in tree.below(source)}
+            if node:
+                copies = self.copies(tree, source, node.inode.ino)
+                self.used += copies.values()
+                self.device.note("used", len(self.used))
+            return tree.fork(source, name, copies)
+
+        self.do(self.store.fork(source, name), forked, seed)
+
+    def copies(self, tree: Tree, source: int, root: int) -> dict[int, int]:
+        copies = {source: root}
+        for ino in tree.below(source):
+            for name, child in tree.nodes[ino].entries.items():
+                copies[child] = self.run(self.store.lookup(copies[ino], name)).inode.ino
+        assert not set(copies.values()) & set(self.used), "an inode number was given twice"
+        return copies
+
     @rule(pick=PICKS, offset=OFFSETS, size=SIZES, seed=SEEDS)
     def write(self, pick: int, offset: int, size: int, seed: int) -> None:
         ino = self.a_file(pick)
@@ -311,12 +350,34 @@ class CrashMachine(RuleBasedStateMachine):
     def hold_or_let_go(self, pick: int, seed: int) -> None:
         """As an open file does: it lives on without a name."""
         if len(self.pinned) > seed % 4:
-            self.run(self.store.unpin(self.pinned.pop(pick % len(self.pinned))), seed)
+            ino = self.pinned.pop(pick % len(self.pinned))
+            self.store.closed(ino)
+            self.run(self.store.unpin(ino), seed)
         else:
             ino = self.a_file(pick)
             if ino is not None:
+                self.store.opened(ino)
                 self.store.pin(ino)
                 self.pinned.append(ino)
+
+    @rule(pick=PICKS, seed=SEEDS)
+    def reclaim(self, pick: int, seed: int) -> None:
+        """A name and all below it, unless something there is open."""
+        named = self.a_name(pick)
+        if named is None or len(self.tree.reachable()) > _INODES_MAX:
+            return
+        self.time_passes(400, seed)
+        ino = self.tree.nodes[named[0]].entries[named[1]]
+        if self.run(self.store.node(ino), seed).inode.name != named[1]:
+            return  # a hard link: it is reclaimed by its newest name
+        held = set(self.tree.below(ino)) & set(self.pinned)
+        step = self.store.reclaimer.remove(Victim(ino, Unit()), "a test", self.clock.time_ns())
+
+        def reclaimed(tree: Tree, went: Any) -> Tree:
+            return tree.reclaim(*named) if went else tree
+
+        went = self.do(step, reclaimed, seed)
+        assert went in (None, not held)
 
     @rule(pick=PICKS, offset=OFFSETS, size=SIZES, seed=SEEDS)
     def read(self, pick: int, offset: int, size: int, seed: int) -> None:

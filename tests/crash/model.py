@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, NoReturn
@@ -181,6 +181,47 @@ class Tree:
             _fail(errno.ENODATA)
         xattrs = {key: value for key, value in self.nodes[ino].xattrs.items() if key != name}
         return self._change(ino, xattrs=xattrs)
+
+    def below(self, ino: int) -> list[int]:
+        """A directory and everything below it."""
+        found = [ino]
+        for above in found:
+            children = self.nodes[above].entries.values()
+            found += [child for child in dict.fromkeys(children) if child not in found]
+        return found
+
+    def parent(self, ino: int) -> int:
+        return next(above for above in self.reachable() if ino in self._children(above))
+
+    def _children(self, ino: int) -> list[int]:
+        return list(self.nodes[ino].entries.values())
+
+    def fork(self, ino: int, name: bytes, copies: Mapping[int, int]) -> Tree:
+        """`copies`: the number of the copy of each inode below."""
+        if ino == ROOT:
+            _fail(errno.EINVAL)
+        parent = self.parent(ino)
+        self._refuse_taken(parent, name)
+        old = {below: self.nodes[below] for below in self.below(ino)}
+        links = Counter(child for node in old.values() for child in node.entries.values())
+        nodes = dict(self.nodes)
+        for below, node in old.items():
+            entries = {key: copies[child] for key, child in node.entries.items()}
+            count = 1 if node.is_directory else links[below]
+            nodes[copies[below]] = replace(node, entries=entries, links=count)
+        return Tree(nodes)._enter(parent, name, copies[ino])
+
+    def reclaim(self, parent: int, name: bytes) -> Tree:
+        ino = self._lookup(parent, name)
+        below = self.below(ino)
+        links = Counter(child for above in below for child in self.nodes[above].entries.values())
+        links[ino] += 1
+        nodes = dict(self.nodes)
+        for gone in below:
+            node = nodes[gone]
+            left = 0 if node.is_directory else node.links - links[gone]
+            nodes[gone] = replace(node, links=left, entries={})
+        return Tree(nodes)._leave(parent, name)
 
     # -- parts of them
 

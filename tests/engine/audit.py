@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
@@ -18,10 +19,8 @@ from kvfs.engine.format import (
     ROOT_INODE,
     SERIAL_BITS,
     SUPERBLOCK_ADDRESSES,
-    TABLE_COUNTS,
     TABLE_EXTENTS,
-    TABLE_INODES,
-    TABLE_ORPHANS,
+    TABLE_LOG,
     Checkpoint,
     Counts,
     Dentry,
@@ -31,6 +30,7 @@ from kvfs.engine.format import (
     Pointer,
     Slice,
     Superblock,
+    Unit,
     key_owner,
     round_up,
 )
@@ -78,6 +78,10 @@ class Items:
                 self.orphans.add(owner)
             case ItemKind.XATTR | ItemKind.SYMLINK:
                 self.owners.add(owner)
+            case ItemKind.UNIT:
+                Unit.unpack(value)
+            case ItemKind.LOG:
+                json.loads(value)
             case ItemKind.COUNTS:
                 self.counts = Counts.unpack(value)
             case _:
@@ -105,7 +109,7 @@ def committed(store: Store) -> list[tuple[bytes, bytes]]:
     index = store._writer.index
     assert not index._pending, "audit a store that was synced"
     found = []
-    for table in (TABLE_COUNTS, TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS):
+    for table in range(TABLE_LOG + 1):
         low, high = bytes([table]).ljust(18, b"\0"), bytes([table]).ljust(18, b"\xff")
         found += [(key, value) for key, value in run(index.scan(low, high)) if value is not None]
     return found
@@ -135,7 +139,7 @@ def _check_names(items: Items) -> None:
 
 def _check_maps(items: Items) -> None:
     used: Counter[int] = Counter()
-    owners: dict[int, int] = {}
+    owners: set[tuple[int, int]] = set()  # extent, and a file that it is in
     for ino, slices in items.slices.items():
         end = 0
         for slice_ in slices:
@@ -143,13 +147,13 @@ def _check_maps(items: Items) -> None:
             end = slice_.end
             extent = items.extents[slice_.extent_id]
             assert slice_.skew + slice_.length <= extent.size
-            assert owners.setdefault(slice_.extent_id, ino) == ino
+            owners.add((slice_.extent_id, ino))
             used[slice_.extent_id] += 1
         assert end <= items.inodes[ino].size
     assert used.keys() == items.extents.keys(), "an extent that no file uses"
     assert items.references == {extent: count for extent, count in used.items() if count > 1}
     stored: Counter[int] = Counter()
-    for extent_id, ino in owners.items():
+    for extent_id, ino in owners:
         stored[ino] += round_up(items.extents[extent_id].stored)
     for ino, inode in items.inodes.items():
         assert inode.stored == stored[ino], "what a file takes on the device"

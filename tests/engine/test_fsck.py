@@ -226,7 +226,7 @@ STEPS = st.lists(
     st.tuples(
         st.sampled_from(
             ["make", "write", "write", "cut", "remove", "rename", "link", "directory", "symlink",
-             "xattr", "sync", "checkpoint", "clean", "reopen", "kill"]
+             "xattr", "fork", "sync", "checkpoint", "clean", "reopen", "kill"]
         ),
         NAMES, NAMES, st.integers(0, 200_000),
     ),
@@ -254,7 +254,7 @@ def do(bench: Bench, what: str, one: bytes, two: bytes, number: int) -> None:
     try:
         match what:
             case "make":
-                bench.make(one)
+                bench.make(one, ROOT_INODE if number % 2 else bench.find(two))
             case "directory":
                 bench.make(one, mode=DIRECTORY)
             case "symlink":
@@ -271,6 +271,8 @@ def do(bench: Bench, what: str, one: bytes, two: bytes, number: int) -> None:
                 run(store.link(bench.find(one), bench.find(two), one))
             case "xattr":
                 run(store.set_xattr(bench.find(one), b"user." + two, b"v" * (number % 2000)))
+            case "fork":
+                run(store.fork(bench.find(one), two))
             case "sync":
                 run(store.sync())
             case "checkpoint":
@@ -619,7 +621,7 @@ class Crafted:
         before = shown(store)
         store._writer.index.apply(sorted(items))
         store._state.nodes._nodes.clear()
-        run(store.checkpoint())
+        run(store._writer.checkpoint())
         image = bytearray(self.bench.device.image)
         report = repaired(self.bench.device)
         assert report.is_repaired

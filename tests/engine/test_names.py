@@ -95,8 +95,10 @@ def test_a_name_of_256_bytes_is_too_long(bench: Bench) -> None:
 def test_dot_and_dot_dot_are_found(staged: Bench) -> None:
     outer = staged.make(b"outer", mode=DIRECTORY)
     inner = staged.make(b"inner", outer, DIRECTORY)
+    file = staged.make(b"file", outer)
     staged.settle()
     assert staged.find(b".", inner) == inner
+    assert staged.find(b".", file) == file
     assert staged.find(b"..", inner) == outer
     assert staged.find(b"..", outer) == 1
     assert staged.find(b"..", 1) == 1

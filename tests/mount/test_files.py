@@ -7,11 +7,12 @@ import fcntl
 import mmap
 import os
 import random
-import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
+from tests.support import aio
 from tests.support.mounter import Mounter
 
 MIB = 1024 * 1024
@@ -82,6 +83,37 @@ def test_a_write_past_the_page_cache_is_seen_by_buffered_readers(kv_mount: Path)
         os.write(fd, aligned(b"new " * MIB))
         os.close(fd)
         assert path.read_bytes() == b"new " * MIB
+
+
+@pytest.mark.skipif(not aio.MACHINE_IS_KNOWN, reason="its system calls are not known here")
+def test_what_is_read_during_an_asynchronous_direct_write_does_not_stay(kv_mount: Path) -> None:
+    path, size = kv_mount / "f", 32 * MIB
+    path.write_bytes(bytes(size))
+    writer, content = aio.Writer(), mmap.mmap(-1, size)
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    # A fault of one page overtakes the last requests of a long write.
+    pages.madvise(mmap.MADV_RANDOM)
+    stop = threading.Event()
+
+    def fault_in_the_end() -> None:
+        while not stop.wait(0.0001):
+            pages[-1]
+
+    reader = threading.Thread(target=fault_in_the_end)
+    reader.start()
+    try:
+        for number in range(1, 11):
+            content[:] = bytes([number]) * size
+            writer.write(fd, content)
+            assert pages[-1] == number
+            assert os.pread(fd, 1, size - 1) == bytes([number])
+    finally:
+        stop.set()
+        reader.join()
+        os.close(fd)
+        writer.close()
 
 
 def test_append_goes_to_the_end_whatever_the_position(kv_mount: Path) -> None:
@@ -202,12 +234,6 @@ def test_a_full_ring_says_enospc_and_keeps_what_it_has(mounter: Mounter, kv_moun
         path.unlink()
     (kv_mount / "again").write_bytes(b"y" * 64 * MIB)
     assert (reopened(mounter) / "again").read_bytes() == b"y" * 64 * MIB
-
-
-def test_a_tree_is_copied_and_compares_equal(kv_mount: Path) -> None:
-    source = Path(os.__file__).parent / "email"
-    subprocess.run(["cp", "-a", source, kv_mount / "copy"], check=True)
-    subprocess.run(["diff", "-r", source, kv_mount / "copy"], check=True)
 
 
 def test_fsync_of_files_and_directories_answers(kv_mount: Path) -> None:

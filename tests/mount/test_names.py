@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
@@ -11,25 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.calls import RENAME_EXCHANGE, RENAME_NOREPLACE, errno_of, renameat2
 from tests.support.mounter import Mounter
-
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
-AT_FDCWD = -100
-
-
-def renameat2(source: Path, target: Path, flags: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    result = libc.renameat2(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), flags)
-    if result:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def errno_of(call: object, *arguments: object) -> int:
-    assert callable(call)
-    with pytest.raises(OSError) as failure:  # noqa: PT011 - the errno is what is tested
-        call(*arguments)
-    assert failure.value.errno is not None
-    return failure.value.errno
 
 
 def test_a_fresh_root_is_private_and_empty(kv_mount: Path) -> None:
@@ -166,6 +148,34 @@ def test_times_owner_and_mode_are_kept(mounter: Mounter, kv_mount: Path) -> None
     assert [getattr(after, name) for name in kept] == [getattr(before, name) for name in kept]
 
 
+@pytest.mark.parametrize("which", ["access", "modification"])
+def test_times_beyond_what_is_kept_become_the_nearest(
+    mounter: Mounter, kv_mount: Path, which: str
+) -> None:
+    kept = {
+        0: 0,
+        -1: -1,
+        2**33: 2**33,
+        9_223_372_037: 9_223_372_036,
+        2**62: 9_223_372_036,
+        -62_135_596_800: -9_223_372_037,
+    }
+
+    def seconds(name: str) -> int:
+        status = (kv_mount / name).stat()
+        return (status.st_atime_ns if which == "access" else status.st_mtime_ns) // 10**9
+
+    for asked in kept:
+        (kv_mount / str(asked)).touch()
+        times = (asked, 0) if which == "access" else (0, asked)
+        os.utime(kv_mount / str(asked), times)
+    found = {asked: seconds(str(asked)) for asked in kept}
+    assert found == kept
+    mounter.umount()
+    mounter.mount()
+    assert {asked: seconds(str(asked)) for asked in kept} == kept
+
+
 def test_writing_moves_the_times_forward(kv_mount: Path) -> None:
     path = kv_mount / "f"
     path.touch()
@@ -199,8 +209,26 @@ def test_xattrs_of_kvfs_answer_when_asked_and_are_not_listed(kv_mount: Path) -> 
     assert os.listxattr(path) == []
     extents = json.loads(os.getxattr(path, "user.kvfs.extents"))
     assert sum(extent["length"] for extent in extents) == 300_000
-    assert errno_of(os.setxattr, path, "user.kvfs.codec", b"nonsense") == errno.EINVAL
     assert errno_of(os.setxattr, path, "user.kvfs.unknown", b"1") == errno.EOPNOTSUPP
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        ("codec", b"planes", [b"", b"nonsense", b"PLANES", b"zstd "]),
+        ("dtype", b"bfloat16", [b"", b"bf16", b"float8_nonsense", b"object", b"\xff"]),
+        ("shape", b"2,3,64", [b"", b"two", b"0", b"2,-1", b"2,,3", b"1025,1024", b"9" * 5000]),
+    ],
+)
+def test_settings_take_only_what_says_something(
+    kv_mount: Path, name: str, value: bytes, refused: list[bytes]
+) -> None:
+    path = kv_mount / "f"
+    path.touch()
+    os.setxattr(path, f"user.kvfs.{name}", value)
+    for nonsense in refused:
+        assert errno_of(os.setxattr, path, f"user.kvfs.{name}", nonsense) == errno.EINVAL
+    assert os.getxattr(path, f"user.kvfs.{name}") == value
 
 
 def test_statvfs_is_filled_in(kv_mount: Path) -> None:

@@ -288,11 +288,8 @@ def test_a_file_without_a_shape_has_sizes_only(mounter: Mounter) -> None:
     assert "tokens" not in shown
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape"),
-    [("float8_nonsense", "2,3,64"), ("float32", "two"), ("object", "1"), ("float32", "0,-1")],
-)
-def test_a_senseless_dtype_or_shape_is_shown_and_not_decoded(
+@pytest.mark.parametrize(("dtype", "shape"), [("float8_e5m2", "2,3,64"), ("float32", "1000")])
+def test_rows_that_cannot_be_decoded_are_shown_as_what_they_are(
     mounter: Mounter, dtype: str, shape: str
 ) -> None:
     file = mounter.mountpoint / "team" / "notes" / "file"

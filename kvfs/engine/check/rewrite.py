@@ -65,7 +65,7 @@ def write_state(device: Device, newest: Superblock, state: NewState) -> None:
     """Raises CheckError when there is no room, OSError."""
     moved = {extent_key(extent.extent_id) for extent in state.move.extents}
     changed = _changed(state.stored_items, state.items)
-    kept = unchanged(state.leaves, sorted({*changed, *moved}))
+    kept = unchanged(state.leaves, changed | moved)
     ring = _new_log(newest, state, kept)
     try:
         writer = _CheckpointWriter(device, ring, state.operation)
@@ -90,9 +90,9 @@ def write_state(device: Device, newest: Superblock, state: NewState) -> None:
         write_superblock(device, superblock)
 
 
-def _changed(stored: dict[bytes, bytes], items: dict[bytes, bytes]) -> list[bytes]:
-    keys = [key for key, value in items.items() if stored.get(key) != value]
-    return [*keys, *(stored.keys() - items.keys())]
+def _changed(stored: dict[bytes, bytes], items: dict[bytes, bytes]) -> set[bytes]:
+    keys = {key for key, value in items.items() if stored.get(key) != value}
+    return keys | (stored.keys() - items.keys())
 
 
 def _new_log(newest: Superblock, state: NewState, kept: list[Leaf]) -> Ring:
@@ -135,6 +135,7 @@ class _CheckpointWriter:
 
     def _write_tree(self, keys: Range, entries: list[Entry], kept: list[Leaf]) -> Pointer:
         """Leaves that are kept, new ones between them, and all that is above."""
+        entries = [entry for entry in entries if entry[0] in keys]
         level, above = 0, list(self._leaves(keys, entries, kept))
         while len(above) > 1:
             level += 1

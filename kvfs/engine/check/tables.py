@@ -14,7 +14,9 @@ from kvfs.engine.format import (
     TABLE_COUNTS,
     TABLE_EXTENTS,
     TABLE_INODES,
+    TABLE_LOG,
     TABLE_ORPHANS,
+    TABLE_UNITS,
     Counts,
     Dentry,
     Extent,
@@ -22,15 +24,18 @@ from kvfs.engine.format import (
     Inode,
     ItemKind,
     Slice,
+    Unit,
     Xattr,
     counts_key,
     dentry_key,
     extent_key,
     inode_key,
+    log_key,
     map_key,
     orphan_key,
     references_key,
     symlink_key,
+    unit_key,
     xattr_key,
 )
 
@@ -44,12 +49,15 @@ _TABLE_OF = {
     ItemKind.ORPHAN: TABLE_ORPHANS,
     ItemKind.EXTENT: TABLE_EXTENTS,
     ItemKind.REFERENCES: TABLE_EXTENTS,
+    ItemKind.UNIT: TABLE_UNITS,
+    ItemKind.LOG: TABLE_LOG,
 }
 
 
 @dataclass(slots=True)
 class Tables:
-    """`names` and `xattrs` are by owner and slot, the rest by inode or extent."""
+    """`names` and `xattrs` are by owner and slot, the rest by inode or extent, `log` by
+    number. A unit may be of an inode that is gone."""
 
     inodes: dict[int, Inode] = field(default_factory=dict)
     names: dict[int, dict[int, Dentry]] = field(default_factory=lambda: defaultdict(dict))
@@ -59,6 +67,8 @@ class Tables:
     orphans: set[int] = field(default_factory=set)
     extents: dict[int, Extent] = field(default_factory=dict)
     references: dict[int, int] = field(default_factory=dict)
+    units: dict[int, Unit] = field(default_factory=dict)
+    log: dict[int, bytes] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
 
     def all_names(self) -> Iterator[tuple[int, int, Dentry]]:
@@ -91,6 +101,10 @@ class Tables:
                 self.extents[owner] = Extent.unpack(owner, value)
             case ItemKind.REFERENCES:
                 self.references[owner] = _references(value)
+            case ItemKind.UNIT:
+                self.units[owner] = Unit.unpack(value)
+            case ItemKind.LOG:
+                self.log[owner] = value
 
     def packed(self) -> dict[bytes, bytes]:
         """As items again."""
@@ -110,6 +124,8 @@ class Tables:
             (references_key(number), REFERENCES.pack(count))
             for number, count in self.references.items()
         )
+        items.update((unit_key(ino), unit.pack()) for ino, unit in self.units.items())
+        items.update((log_key(number), entry) for number, entry in self.log.items())
         return items
 
 

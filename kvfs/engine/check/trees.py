@@ -23,17 +23,26 @@ from kvfs.engine.ring import Geometry
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Keys from `low` on and below `high`."""
+    """Keys of one of the trees, from `low` on and below `high`."""
 
     low: bytes
     high: bytes
+    is_extents: bool
 
     def __contains__(self, key: bytes) -> bool:
-        return self.low <= key < self.high
+        return self.low <= key < self.high and is_of_extents(key) == self.is_extents
+
+    def part(self, low: bytes, high: bytes) -> Range:
+        return Range(low, high, self.is_extents)
 
 
-NAMES = Range(b"", bytes([TABLE_EXTENTS]))
-EXTENTS = Range(bytes([TABLE_EXTENTS]), KEY_END + b"\xff")
+def is_of_extents(key: bytes) -> bool:
+    """Whether a key is of the extent table, which has a tree of its own."""
+    return key[0] == TABLE_EXTENTS
+
+
+NAMES = Range(b"", KEY_END + b"\xff", False)
+EXTENTS = Range(b"", KEY_END + b"\xff", True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +63,8 @@ class Gaps:
         for one in self.ranges:
             for two in other.ranges:
                 low, high = max(one.low, two.low), min(one.high, two.high)
-                if low < high:
-                    found.append(Range(low, high))
+                if low < high and one.is_extents == two.is_extents:
+                    found.append(one.part(low, high))
         return Gaps(found)
 
 
@@ -127,7 +136,7 @@ class _Reader:
         bounds = [keys.low, *(node.key(number) for number in range(1, node.count)), keys.high]
         for number, (low, high) in enumerate(pairwise(bounds)):
             child = Pointer.unpack(node.value(number))
-            self.read(child, Range(low, high), node.key(number), node.level - 1)
+            self.read(child, keys.part(low, high), node.key(number), node.level - 1)
 
 
 def _check(node: TreeNode, keys: Range, first: bytes | None, level: int | None) -> None:
@@ -147,11 +156,15 @@ def _check(node: TreeNode, keys: Range, first: bytes | None, level: int | None) 
         raise FormatError("it points to what is no node")
 
 
-def unchanged(leaves: list[Leaf], changed: list[bytes]) -> list[Leaf]:
-    """The leaves that none of these keys, which are in order, belongs to."""
+def unchanged(leaves: list[Leaf], changed: set[bytes]) -> list[Leaf]:
+    """The leaves that none of these keys belongs to."""
+    of_tree: dict[bool, list[bytes]] = {False: [], True: []}
+    for key in sorted(changed):
+        of_tree[is_of_extents(key)].append(key)
     kept = []
     for leaf in leaves:
-        at = bisect_left(changed, leaf.keys.low)
-        if at == len(changed) or changed[at] not in leaf.keys:
+        keys = of_tree[leaf.keys.is_extents]
+        at = bisect_left(keys, leaf.keys.low)
+        if at == len(keys) or keys[at] not in leaf.keys:
             kept.append(leaf)
     return kept

@@ -1,0 +1,152 @@
+"""Reclaim: units that nobody used for too long go, and the oldest when the ring is full."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvfs.engine import ops
+from kvfs.engine.format import TABLE_LOG, Inode, key_owner, log_key
+from kvfs.engine.io import Completion, Step, wait
+from kvfs.engine.space import Purpose
+from kvfs.engine.units import Units, Victim, largest
+
+log = logging.getLogger(__name__)
+
+LOG_ENTRIES_MAX = 10_000
+_EXPIRY_SECONDS = 7 * 24 * 3600
+_SCANNED_A_SECOND = 10_000 // 60
+_HOLDERS_SECONDS = 60
+_HOLDERS_NAMED = 3
+
+Perform = Callable[..., Step["Inode | None"]]
+Removed = Callable[[list[tuple[int, bytes]]], None]
+
+
+@dataclass(slots=True)
+class Reclaimer:
+    """`perform` does an operation of the store. `on_removed` is told (directory, name) of
+    all that went, children first."""
+
+    units: Units
+    perform: Perform
+    is_on: bool
+    on_removed: Removed = field(default=lambda names: None)
+    removed_units: int = 0
+    removed_bytes: int = 0
+    _next_number: int | None = None
+    _working: Completion[None] | None = None
+    _holders_named: float = field(default=float("-inf"))
+
+    def expire(self, *, is_filling: bool) -> Step[None]:
+        """Call about once a second. Units with a time to live go on time, the others after
+        a week without use, and only while the ring is filling up."""
+        if not self.is_on:
+            return
+        now_ns = time.time_ns()
+        default = _EXPIRY_SECONDS if is_filling else 0
+        for victim in (yield from self.units.expired(now_ns, _SCANNED_A_SECOND, default)):
+            why = "its ttl is over" if victim.unit.ttl_s else "unused for 7 days"
+            yield from self.remove(victim, why, now_ns)
+
+    def make_space(self, wanted: int) -> Step[bool]:
+        """Remove the oldest units until about `wanted` bytes are gone. Whether any went,
+        also by another caller meanwhile."""
+        if self._working is not None:
+            yield from wait(self._working)
+            return True
+        self._working = Completion()
+        try:
+            return (yield from self._make_space(wanted))
+        finally:
+            working, self._working = self._working, None
+            working.finish()
+
+    def _make_space(self, wanted: int) -> Step[bool]:
+        if not self.is_on:
+            return False
+        yield from self.units.book()
+        now_ns = time.time_ns()
+        victims = yield from self.units.oldest(now_ns)
+        gone = 0
+        any_removed = False
+        for victim in victims:
+            if gone >= wanted:
+                break
+            if (yield from self.remove(victim, "the ring is full", now_ns)):
+                gone += victim.unit.stored
+                any_removed = True
+        if not any_removed:
+            yield from self._name_holders(victims)
+        return any_removed
+
+    def remove(self, victim: Victim, why: str, now_ns: int) -> Step[bool]:
+        """One unit, unless it is in use or pinned."""
+        units = self.units
+        if not (yield from units.is_removable(victim, now_ns)):
+            return False
+        inode = (yield from units.state.nodes.node(victim.ino)).inode
+        path = yield from units.path(victim.ino)
+        tree = yield from units.state.read_tree(victim.ino)
+        number = yield from self._number()
+        entry = {
+            "time_ns": now_ns,
+            "path": path.decode(errors="surrogateescape"),
+            "uid": inode.uid,
+            "why": why,
+            "stored": victim.unit.stored,
+            "used_ns": victim.unit.used_ns,
+        }
+        op = ops.Reclaim(
+            now_ns, inode.parent, inode.name, victim.ino, number, json.dumps(entry).encode(),
+            max(0, number - LOG_ENTRIES_MAX), tree.items,
+        )  # fmt: skip
+        try:
+            yield from self.perform(op, purpose=Purpose.REMOVE)
+        except FileNotFoundError:
+            return False  # it was removed or renamed meanwhile
+        self.removed_units += 1
+        self.removed_bytes += victim.unit.stored
+        log.info("reclaimed %s (%d bytes): %s", entry["path"], victim.unit.stored, why)
+        names = [
+            (ino, dentry.name)
+            for ino, original in reversed(tree.originals.items())
+            for _, dentry in original.entries
+        ]
+        self.on_removed([*names, (inode.parent, inode.name)])
+        return True
+
+    def _number(self) -> Step[int]:
+        if self._next_number is None:
+            lines = yield from self._lines()
+            self._next_number = lines[-1][0] + 1 if lines else 1
+        self._next_number += 1
+        return self._next_number - 1
+
+    def entries(self) -> Step[list[dict[str, Any]]]:
+        """What was reclaimed, and why, oldest first; at most LOG_ENTRIES_MAX."""
+        return [json.loads(value) for _, value in (yield from self._lines())]
+
+    def _lines(self) -> Step[list[tuple[int, bytes]]]:
+        high = bytes([TABLE_LOG]) + b"\xff" * (len(log_key(0)) - 1)
+        items = yield from self.units.index.scan(log_key(0), high)
+        return [(key_owner(key), value) for key, value in items if value is not None]
+
+    def _name_holders(self, victims: list[Victim]) -> Step[None]:
+        now = time.monotonic()
+        if now - self._holders_named < _HOLDERS_SECONDS:
+            return
+        self._holders_named = now
+        names = []
+        for victim in largest(victims, _HOLDERS_NAMED):
+            try:
+                path = (yield from self.units.path(victim.ino)).decode(errors="replace")
+            except FileNotFoundError:
+                continue
+            names.append(f"{path} ({victim.unit.stored} bytes)")
+        held = ", ".join(names) or "units used within the last minute"
+        log.warning("the ring is full and nothing may be reclaimed; held by %s", held)

@@ -1,0 +1,268 @@
+"""Units: what reclaim removes at once, when each was last used, which may go first.
+
+A unit is a session (a directory with all below it) or a file of a pool. When a unit was
+last used is written with checkpoints alone: it is exempt from the crash rule.
+"""
+
+from __future__ import annotations
+
+import heapq
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from kvfs.engine.format import (
+    ROOT_INODE,
+    TABLE_UNITS,
+    Unit,
+    key_owner,
+    unit_key,
+)
+from kvfs.engine.index import Index
+from kvfs.engine.io import Step
+from kvfs.engine.state import State
+
+UNIT_XATTR = b"user.kvfs.unit"
+PIN_XATTR = b"user.kvfs.pin"
+TTL_XATTR = b"user.kvfs.ttl"
+SESSION_FILE = b"session.json"
+
+SESSION_FILES_MAX = 1024
+_SESSION_SHARE = 16  # of the ring: one part in so many
+_PROTECTED_NS = 60 * 10**9
+_SCAN_ITEMS = 2000
+_VICTIMS = 64
+_USED_MAX = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A unit that may be reclaimed."""
+
+    ino: int
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A session as `/.kvfs/sessions` shows it. `stored` in bytes, as of its last use."""
+
+    path: str
+    uid: int
+    stored: int
+    used_ns: int
+    ttl_s: int
+    pinned: bool
+
+
+@dataclass(slots=True)
+class Units:
+    """`total` tells the size of the ring in bytes. `opened` counts open files by inode;
+    `removable` is what reclaim might remove, in bytes, as of the last look at all units."""
+
+    index: Index
+    state: State
+    total: Callable[[], int]
+    opened: Counter[int] = field(default_factory=Counter)
+    removable: int = 0
+    _used: dict[int, int] = field(default_factory=dict)
+    _cursor: int = 0
+
+    def touch(self, ino: int, now_ns: int) -> None:
+        """An inode was opened, read, written or made."""
+        if len(self._used) < _USED_MAX or ino in self._used:
+            self._used[ino] = now_ns
+
+    # -- which unit
+
+    def unit_of(self, ino: int) -> Step[int]:
+        """The outermost session that an inode is in, or itself. Raises ENOENT."""
+        chain = yield from self.chain(ino)
+        for directory in chain:
+            if directory != ROOT_INODE and (yield from self.is_session(directory)):
+                return directory
+        return ino
+
+    def chain(self, ino: int) -> Step[list[int]]:
+        """The directories that lead to an inode, from the root on; itself if it is one."""
+        node = yield from self.state.nodes.node(ino)
+        chain = [ino] if node.is_directory else []
+        while ino != ROOT_INODE:
+            ino = (yield from self.state.nodes.node(ino)).inode.parent
+            chain.append(ino)
+        return chain[::-1]
+
+    def is_session(self, directory: int) -> Step[bool]:
+        """What `user.kvfs.unit` says, its own or the nearest above; else what is in it."""
+        said = yield from self.inherited(directory, UNIT_XATTR)
+        if said in (b"session", b"pool"):
+            return said == b"session"
+        return (yield from self._looks_like_a_session(directory))
+
+    def inherited(self, ino: int, name: bytes) -> Step[bytes | None]:
+        """The value of an xattr, its own or that of the nearest directory above."""
+        while True:
+            value = yield from self.state.names.xattr(ino, name)
+            if value is not None or ino == ROOT_INODE:
+                return value
+            ino = (yield from self.state.nodes.node(ino)).inode.parent
+
+    def is_pinned(self, ino: int) -> Step[bool]:
+        return (yield from self.inherited(ino, PIN_XATTR)) == b"1"
+
+    def _looks_like_a_session(self, directory: int) -> Step[bool]:
+        names = self.state.names
+        if (yield from names.find(directory, SESSION_FILE)) is not None:
+            return True
+        if (yield from self.unit(directory)).is_pool:
+            return False
+        entries = yield from names.entries(directory, 0, SESSION_FILES_MAX + 1)
+        is_session = len(entries) <= SESSION_FILES_MAX
+        is_session = is_session and not any(stat.S_ISDIR(entry.type) for _, entry in entries)
+        if is_session:
+            stored = yield from self.stored(directory)
+            is_session = stored <= self.total() // _SESSION_SHARE
+        if not is_session:
+            # It stays one, whatever becomes of it.
+            self.index.apply([(unit_key(directory), Unit(is_pool=True).pack())])
+        return is_session
+
+    def stored(self, ino: int) -> Step[int]:
+        """What an inode and all below it take on the device, in bytes."""
+        node = yield from self.state.nodes.node(ino)
+        total = node.taken
+        if node.is_directory:
+            for _, entry in (yield from self.state.names.entries(ino, 0, 1 << 62)):
+                total += yield from self.stored(entry.ino)
+        return total
+
+    # -- when used
+
+    def unit(self, ino: int) -> Step[Unit]:
+        value = yield from self.index.get(unit_key(ino))
+        return Unit() if value is None else Unit.unpack(value)
+
+    def book(self) -> Step[None]:
+        """Find the units of what was used, and note when."""
+        used, self._used = self._used, {}
+        latest: dict[int, int] = {}
+        for ino, used_ns in used.items():
+            try:
+                unit = yield from self.unit_of(ino)
+            except FileNotFoundError:
+                continue  # it is gone
+            latest[unit] = max(used_ns, latest.get(unit, 0))
+        for ino, used_ns in latest.items():
+            yield from self._book(ino, used_ns)
+
+    def _book(self, ino: int, used_ns: int) -> Step[None]:
+        try:
+            stored = yield from self.stored(ino)
+            ttl = yield from self.state.names.xattr(ino, TTL_XATTR)
+        except FileNotFoundError:
+            return
+        unit = yield from self.unit(ino)
+        if unit.is_pool:
+            return
+        unit = replace(
+            unit,
+            used_ns=max(unit.used_ns, used_ns),
+            stored=stored,
+            ttl_s=int(ttl) if ttl else 0,
+        )
+        self.index.apply([(unit_key(ino), unit.pack())])
+
+    # -- which may go
+
+    def oldest(self, now_ns: int) -> Step[list[Victim]]:
+        """The units that were not used for the longest time, oldest first."""
+        found: list[tuple[int, int, Unit]] = []
+        self.removable = 0
+        cursor = 0
+        while True:
+            batch = yield from self._records(cursor, _SCAN_ITEMS)
+            for ino, unit in batch:
+                if not unit.is_pool and unit.used_ns < now_ns - _PROTECTED_NS:
+                    self.removable += unit.stored
+                    heapq.heappush(found, (-unit.used_ns, ino, unit))
+                    if len(found) > _VICTIMS:
+                        heapq.heappop(found)
+            if len(batch) < _SCAN_ITEMS:
+                return [Victim(ino, unit) for _, ino, unit in sorted(found, reverse=True)]
+            cursor = batch[-1][0] + 1
+
+    def expired(self, now_ns: int, limit: int, default_ttl_s: int) -> Step[list[Victim]]:
+        """Those among the next `limit` units that nobody used for their time to live, or
+        for `default_ttl_s` (0: no limit)."""
+        batch = yield from self._records(self._cursor, limit)
+        self._cursor = batch[-1][0] + 1 if len(batch) == limit else 0
+        victims = []
+        for ino, unit in batch:
+            ttl_s = unit.ttl_s or default_ttl_s
+            is_old = ttl_s and now_ns - unit.used_ns > ttl_s * 10**9
+            if is_old and not unit.is_pool:
+                victims.append(Victim(ino, unit))
+        return victims
+
+    def _records(self, start: int, limit: int) -> Step[list[tuple[int, Unit]]]:
+        low, high = unit_key(start), bytes([TABLE_UNITS]) + b"\xff" * (len(unit_key(0)) - 1)
+        items = yield from self.index.scan(low, high, limit)
+        return [(key_owner(key), Unit.unpack(value)) for key, value in items if value]
+
+    def sessions(self) -> Step[list[Session]]:
+        """Those that were used, the last used first."""
+        found = []
+        cursor = 0
+        while True:
+            batch = yield from self._records(cursor, _SCAN_ITEMS)
+            for ino, unit in batch:
+                if not unit.is_pool:
+                    found += yield from self._session(ino, unit)
+            if len(batch) < _SCAN_ITEMS:
+                return sorted(found, key=lambda session: session.used_ns, reverse=True)
+            cursor = batch[-1][0] + 1
+
+    def _session(self, ino: int, unit: Unit) -> Step[list[Session]]:
+        try:
+            node = yield from self.state.nodes.node(ino)
+            if not node.is_directory:
+                return []
+            path = (yield from self.path(ino)).decode(errors="surrogateescape")
+            pinned = yield from self.is_pinned(ino)
+        except FileNotFoundError:
+            return []
+        return [Session(path, node.inode.uid, unit.stored, unit.used_ns, unit.ttl_s, pinned)]
+
+    def is_removable(self, victim: Victim, now_ns: int) -> Step[bool]:
+        """Neither pinned nor open nor just used. A unit that is gone is forgotten."""
+        try:
+            if (yield from self.is_pinned(victim.ino)):
+                return False
+            members = set((yield from self._members(victim.ino)))
+        except FileNotFoundError:
+            self.index.apply([(unit_key(victim.ino), None)])
+            return False
+        recent = (ino for ino, used_ns in self._used.items() if used_ns > now_ns - _PROTECTED_NS)
+        return not any(ino in members for ino in (*self.opened, *recent))
+
+    def _members(self, ino: int) -> Step[list[int]]:
+        node = yield from self.state.nodes.node(ino)
+        found = [ino]
+        if node.is_directory:
+            for _, entry in (yield from self.state.names.entries(ino, 0, 1 << 62)):
+                found += yield from self._members(entry.ino)
+        return found
+
+    def path(self, ino: int) -> Step[bytes]:
+        """From the root of the mount, without a slash before it."""
+        parts: list[bytes] = []
+        while ino != ROOT_INODE:
+            inode = (yield from self.state.nodes.node(ino)).inode
+            parts.append(inode.name)
+            ino = inode.parent
+        return b"/".join(reversed(parts))
+
+
+def largest(victims: list[Victim], count: int) -> Iterator[Victim]:
+    yield from heapq.nlargest(count, victims, key=lambda victim: victim.unit.stored)

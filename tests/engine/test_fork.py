@@ -1,0 +1,172 @@
+"""Forks: exact copies made of metadata, which then go on apart."""
+
+from __future__ import annotations
+
+import errno
+import stat
+
+import pytest
+
+from kvfs.engine.format import BLOCK, round_up
+from kvfs.engine.io import run
+from kvfs.engine.nodes import Node
+from tests.engine.audit import audit
+from tests.engine.kit import DIRECTORY, MIB, SYMLINK, Bench, failure_of, noise
+
+
+@pytest.fixture(params=["buffered", "synced", "checkpointed", "reopened", "killed"])
+def session(bench: Bench, request: pytest.FixtureRequest) -> int:
+    """A session with layers, a subdirectory, hard links, a symlink, xattrs."""
+    bench.stage = request.param
+    ino = bench.make(b"session", mode=DIRECTORY)
+    run(bench.store.set_xattr(ino, b"user.kvfs.model", b"the model"))
+    for number in range(3):
+        layer = bench.make(b"layer.%03d" % number, parent=ino)
+        bench.write(layer, noise(200_000, number))
+        run(bench.store.set_xattr(layer, b"user.kvfs.dtype", b"float32"))
+    run(bench.store.link(layer, ino, b"link"))
+    below = bench.make(b"below", parent=ino, mode=DIRECTORY)
+    bench.write(bench.make(b"file", parent=below), b"deep down")
+    bench.make(b"symlink", parent=below, mode=SYMLINK, target=b"../layer.000")
+    bench.settle()
+    return ino
+
+
+def content(bench: Bench, directory: int, name: bytes) -> bytes:
+    return bench.read(bench.find(name, directory))
+
+
+def fork(bench: Bench, ino: int, name: bytes = b"fork") -> int:
+    node: Node = run(bench.store.fork(ino, name))
+    return node.inode.ino
+
+
+def test_a_fork_is_an_exact_copy_and_costs_no_data(bench: Bench, session: int) -> None:
+    run(bench.store.sync())
+    written, live = bench.store.counters.payload_written, bench.store.usage().live
+    copy = fork(bench, session)
+    run(bench.store.sync())
+    assert bench.store.counters.payload_written == written
+    assert bench.store.usage().live == live
+    assert bench.names(copy) == bench.names(session)
+    for number in range(3):
+        assert content(bench, copy, b"layer.%03d" % number) == noise(200_000, number)
+    below = bench.find(b"below", copy)
+    assert below != bench.find(b"below", session)
+    assert content(bench, below, b"file") == b"deep down"
+    assert run(bench.store.readlink(bench.find(b"symlink", below))) == b"../layer.000"
+    assert run(bench.store.xattr(copy, b"user.kvfs.model")) == b"the model"
+    layer = bench.find(b"layer.002", copy)
+    assert bench.find(b"link", copy) == layer
+    assert run(bench.store.node(layer)).inode.nlink == 2
+    assert run(bench.store.xattr(layer, b"user.kvfs.dtype")) == b"float32"
+    audit(bench.store)
+
+
+def test_both_branches_go_on_apart(bench: Bench, session: int) -> None:
+    copy = fork(bench, session)
+    ours, theirs = bench.find(b"layer.000", session), bench.find(b"layer.000", copy)
+    bench.write(ours, b"ours", 100_000)
+    bench.write(theirs, b"theirs", 200_000)
+    run(bench.store.set_attributes(bench.find(b"layer.001", copy), size=1000))
+    run(bench.store.unlink(session, b"layer.002"))
+    bench.settle()
+    data = noise(200_000, 0)
+    ours, theirs = bench.find(b"layer.000", session), bench.find(b"layer.000", copy)
+    assert bench.read(ours) == data[:100_000] + b"ours" + data[100_004:]
+    assert bench.read(theirs) == data + b"theirs"
+    assert content(bench, session, b"layer.001") == noise(200_000, 1)
+    assert content(bench, copy, b"layer.001") == noise(200_000, 1)[:1000]
+    assert content(bench, copy, b"layer.002") == noise(200_000, 2)
+    run(bench.store.sync())
+    audit(bench.store)
+
+
+def test_shared_extents_live_until_the_last_user_goes(bench: Bench, session: int) -> None:
+    copy = fork(bench, session)
+    second = fork(bench, copy, b"second")
+    for directory in (session, copy):
+        for number in range(3):
+            run(bench.store.unlink(directory, b"layer.%03d" % number))
+        run(bench.store.unlink(directory, b"link"))
+    bench.settle()
+    second = bench.find(b"second")
+    for number in range(3):
+        assert content(bench, second, b"layer.%03d" % number) == noise(200_000, number)
+    run(bench.store.sync())
+    live = bench.store.usage().live
+    for number in range(3):
+        run(bench.store.unlink(second, b"layer.%03d" % number))
+    run(bench.store.unlink(second, b"link"))
+    run(bench.store.sync())
+    assert bench.store.usage().live <= live - 3 * 200_000
+    audit(bench.store)
+
+
+def test_shared_bytes_count_in_each_file_and_once_in_the_ring(bench: Bench, session: int) -> None:
+    run(bench.store.sync())
+    live = bench.store.usage().live
+    copy = fork(bench, session)
+    run(bench.store.sync())
+    taken = round_up(128 * 1024) + round_up(200_000 - 128 * 1024)
+    for directory in (session, copy):
+        node = run(bench.store.node(bench.find(b"layer.000", directory)))
+        assert node.taken == taken
+    assert bench.store.usage().live == live
+
+
+def test_a_fork_of_what_is_not_in_the_ring_yet_is_exact(bench: Bench) -> None:
+    ino = bench.make(b"session", mode=DIRECTORY)
+    layer = bench.make(b"layer", parent=ino)
+    bench.write(layer, noise(MIB))
+    copy = fork(bench, ino)
+    bench.write(layer, b"later", MIB)
+    assert content(bench, copy, b"layer") == noise(MIB)
+    bench.open()  # as after SIGKILL: everything from the operation log
+    assert content(bench, bench.find(b"fork"), b"layer") == noise(MIB)
+    assert content(bench, bench.find(b"session"), b"layer") == noise(MIB) + b"later"
+    run(bench.store.sync())
+    audit(bench.store)
+
+
+def test_forks_of_forks_survive_cleaning(bench: Bench, session: int) -> None:
+    copies = [session]
+    for number in range(5):
+        copies.append(fork(bench, copies[-1], b"fork-%d" % number))
+        bench.write(bench.find(b"layer.000", copies[-1]), noise(5000, 50 + number), number * BLOCK)
+    run(bench.store.sync())
+    bench.write(bench.make(b"other"), noise(3 * MIB))
+    run(bench.store.sync())
+    run(bench.store.unlink(1, b"other"))
+    for _ in range(3):
+        run(bench.store.clean())
+        run(bench.store.checkpoint())
+    audit(bench.store)
+    expected = bytearray(noise(200_000, 0))
+    assert content(bench, session, b"layer.000") == expected
+    for number, copy in enumerate(copies[1:]):
+        expected[number * BLOCK : number * BLOCK + 5000] = noise(5000, 50 + number)
+        assert content(bench, copy, b"layer.000") == expected
+
+
+def test_what_cannot_be_forked(bench: Bench) -> None:
+    ino = bench.make(b"session", mode=DIRECTORY)
+    file = bench.make(b"file")
+    store = bench.store
+    assert failure_of(store.fork(ino, b"file")) == errno.EEXIST
+    assert failure_of(store.fork(ino, b"session")) == errno.EEXIST
+    assert failure_of(store.fork(file, b"new")) == errno.ENOTDIR
+    assert failure_of(store.fork(1, b"new")) == errno.EINVAL
+    assert failure_of(store.fork(999, b"new")) == errno.ENOENT
+    assert failure_of(store.fork(ino, b"n" * 256)) == errno.ENAMETOOLONG
+    assert bench.names() == [b"file", b"session"]
+
+
+def test_a_fork_is_one_commit_unit(bench: Bench, session: int) -> None:
+    run(bench.store.sync())
+    before = bench.store.counters.operations
+    copy = fork(bench, session)
+    assert bench.store.counters.operations == before + 1
+    root = run(bench.store.node(copy)).inode
+    assert stat.S_ISDIR(root.mode)
+    assert root.nlink == 3

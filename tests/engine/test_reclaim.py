@@ -1,0 +1,289 @@
+"""Reclaim: what is a unit, which may go, which goes first, and what is told of it."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from kvfs.engine import reclaim as reclaim_module
+from kvfs.engine import store as store_module
+from kvfs.engine import writer as writer_module
+from kvfs.engine.io import run
+from kvfs.engine.units import Units
+from tests.crash.machine import Clock
+from tests.engine.audit import audit
+from tests.engine.kit import DIRECTORY, MIB, Bench, failure_of, new_device, noise
+
+DAY = 24 * 3600
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    modules = (reclaim_module, store_module, writer_module)
+    patches = [patch.object(module, "time", clock) for module in modules]
+    for each in patches:
+        each.start()
+    yield clock
+    for each in patches:
+        each.stop()
+
+
+@pytest.fixture
+def ring(tmpfs: Path, clock: Clock) -> Bench:
+    return Bench(tmpfs, new_device(segments=32))
+
+
+def session(bench: Bench, name: bytes, size: int = MIB, parent: int = 1) -> int:
+    ino = bench.make(name, parent=parent, mode=DIRECTORY)
+    bench.make(b"session.json", parent=ino)
+    bench.write(bench.make(b"layer.000", parent=ino), noise(size, len(name)))
+    return ino
+
+
+def units(bench: Bench) -> Units:
+    return bench.store.units
+
+
+def use(bench: Bench, ino: int) -> None:
+    bench.store.opened(ino)
+    bench.store.closed(ino)
+
+
+def pass_time(bench: Bench, clock: Clock, seconds: float) -> None:
+    run(bench.store.tick())
+    clock.now += seconds
+
+
+def fill(bench: Bench, clock: Clock, count: int) -> None:
+    """Sessions of 1 MiB each, a minute apart."""
+    for number in range(count):
+        session(bench, b"session-%03d" % number)
+        pass_time(bench, clock, 60)
+
+
+def entries(bench: Bench) -> list[tuple[str, str]]:
+    return [(entry["path"], entry["why"]) for entry in run(bench.store.reclaimer.entries())]
+
+
+# -- what is a unit ----------------------------------------------------------------------
+
+
+def test_a_directory_with_a_session_file_is_a_session_with_all_below_it(ring: Bench) -> None:
+    ino = session(ring, b"session")
+    below = ring.make(b"below", parent=ino, mode=DIRECTORY)
+    file = ring.make(b"file", parent=below)
+    for member in (ino, below, file, ring.find(b"layer.000", ino)):
+        assert run(units(ring).unit_of(member)) == ino
+
+
+def test_a_flat_directory_is_a_session_and_one_with_subdirectories_a_pool(ring: Bench) -> None:
+    pool = ring.make(b"pool", mode=DIRECTORY)
+    flat = ring.make(b"flat", parent=pool, mode=DIRECTORY)
+    file, loose = ring.make(b"file", parent=flat), ring.make(b"loose", parent=pool)
+    assert run(units(ring).unit_of(file)) == flat
+    assert run(units(ring).unit_of(loose)) == loose
+
+
+def test_a_pool_stays_one(ring: Bench) -> None:
+    pool = ring.make(b"pool", mode=DIRECTORY)
+    below = ring.make(b"below", parent=pool, mode=DIRECTORY)
+    file = ring.make(b"file", parent=pool)
+    assert run(units(ring).unit_of(file)) == file
+    run(ring.store.rmdir(pool, b"below"))
+    assert run(units(ring).unit_of(file)) == file
+    run(ring.store.close())
+    ring.open()
+    assert run(units(ring).unit_of(file)) == file
+    assert below != pool
+
+
+def test_the_root_is_a_pool(ring: Bench) -> None:
+    file = ring.make(b"file")
+    assert run(units(ring).unit_of(file)) == file
+
+
+def test_a_large_flat_directory_is_a_pool(ring: Bench) -> None:
+    large = ring.make(b"large", mode=DIRECTORY)
+    file = ring.make(b"file", parent=large)
+    ring.write(file, noise(3 * MIB))
+    assert run(units(ring).unit_of(file)) == file
+
+
+@pytest.mark.parametrize("said", [b"session", b"pool"])
+def test_what_the_xattr_says_holds_below_too(ring: Bench, said: bytes) -> None:
+    top = ring.make(b"top", mode=DIRECTORY)
+    run(ring.store.set_xattr(top, b"user.kvfs.unit", said))
+    middle = ring.make(b"middle", parent=top, mode=DIRECTORY)
+    file = ring.make(b"file", parent=middle)
+    assert run(units(ring).unit_of(file)) == (top if said == b"session" else file)
+
+
+# -- which goes first --------------------------------------------------------------------
+
+
+def test_the_oldest_session_goes_when_the_ring_is_full(ring: Bench, clock: Clock) -> None:
+    fill(ring, clock, 16)
+    run(ring.store.sync())
+    first = ring.find(b"layer.000", ring.find(b"session-000"))
+    use(ring, first)
+    pass_time(ring, clock, 120)
+    for number in range(16, 24):
+        session(ring, b"session-%03d" % number)
+        pass_time(ring, clock, 60)
+    gone = [path for path, _ in entries(ring)]
+    assert gone
+    assert gone == [f"session-{number:03}" for number in range(1, 1 + len(gone))]
+    assert b"session-000" in ring.names(), "it was used"
+    for name in ring.names():
+        ino = ring.find(name)
+        assert ring.read(ring.find(b"layer.000", ino)) == noise(MIB, len(name))
+    run(ring.store.sync())
+    audit(ring.store)
+
+
+def test_files_of_a_pool_go_one_by_one(ring: Bench, clock: Clock) -> None:
+    for number in range(40):
+        ring.write(ring.make(b"file-%03d" % number), noise(MIB, number))
+        pass_time(ring, clock, 30)
+    gone = [path for path, _ in entries(ring)]
+    assert gone == [f"file-{number:03}" for number in range(len(gone))]
+    names = ring.names()
+    assert len(names) + len(gone) == 40
+    for name in names:
+        assert ring.read(ring.find(name)) == noise(MIB, int(name[5:]))
+
+
+def test_nothing_that_is_pinned_open_or_just_used_goes(ring: Bench, clock: Clock) -> None:
+    fill(ring, clock, 20)
+    for name in ring.names():
+        run(ring.store.set_xattr(ring.find(name), b"user.kvfs.pin", b"1"))
+    opened = ring.names()[5]
+    run(ring.store.remove_xattr(ring.find(opened), b"user.kvfs.pin"))
+    ring.store.opened(ring.find(b"layer.000", ring.find(opened)))
+    pass_time(ring, clock, 600)
+    assert failure_of(fill_until_full(ring)) == errno.ENOSPC
+    assert entries(ring) == []
+    ring.store.closed(ring.find(b"layer.000", ring.find(opened)))
+    pass_time(ring, clock, 600)
+    ring.write(ring.make(b"another", parent=1), noise(MIB // 2))
+    assert entries(ring)[0][0] == opened.decode()
+
+
+def fill_until_full(bench: Bench):  # type: ignore[no-untyped-def]
+    ino = bench.make(b"more")
+    for number in range(64):
+        yield from bench.store.write(ino, number * MIB, noise(MIB, number))
+
+
+def test_without_reclaim_a_full_ring_is_full(tmpfs: Path, clock: Clock) -> None:
+    options = store_module.StoreOptions(reclaim=False, uid=0, gid=0)
+    with patch("tests.engine.kit.OPTIONS", options):
+        bench = Bench(tmpfs, new_device(segments=24))
+    fill(bench, clock, 12)
+    pass_time(bench, clock, 30 * DAY)
+    assert failure_of(fill_until_full(bench)) == errno.ENOSPC
+    assert len(bench.names()) == 13
+
+
+# -- expiry ------------------------------------------------------------------------------
+
+
+def test_a_time_to_live_is_kept(ring: Bench, clock: Clock) -> None:
+    short, long = session(ring, b"short"), session(ring, b"long")
+    run(ring.store.set_xattr(short, b"user.kvfs.ttl", b"100"))
+    pass_time(ring, clock, 90)
+    run(ring.store.tick())
+    assert ring.names() == [b"long", b"short"]
+    use(ring, ring.find(b"layer.000", short))
+    pass_time(ring, clock, 90)
+    run(ring.store.tick())
+    assert ring.names() == [b"long", b"short"], "the time counts from its last use"
+    pass_time(ring, clock, 20)
+    run(ring.store.tick())
+    assert ring.names() == [b"long"]
+    assert entries(ring) == [("short", "its ttl is over")]
+    assert ring.read(ring.find(b"layer.000", long)) == noise(MIB, 4)
+
+
+def test_a_week_without_use_ends_a_session_only_while_the_ring_is_filling(
+    ring: Bench, clock: Clock
+) -> None:
+    session(ring, b"old")
+    pass_time(ring, clock, 8 * DAY)
+    run(ring.store.tick())
+    assert b"old" in ring.names()
+    for number in range(17):
+        session(ring, b"session-%03d" % number)
+    run(ring.store.tick())
+    assert b"old" not in ring.names()
+    assert ("old", "unused for 7 days") in entries(ring)
+
+
+def test_when_a_session_was_used_survives_a_clean_end(ring: Bench, clock: Clock) -> None:
+    ino = session(ring, b"session")
+    run(ring.store.set_xattr(ino, b"user.kvfs.ttl", b"1000"))
+    pass_time(ring, clock, 500)
+    run(ring.store.close())
+    ring.open()
+    pass_time(ring, clock, 400)
+    run(ring.store.tick())
+    assert ring.names() == [b"session"]
+    pass_time(ring, clock, 200)
+    run(ring.store.tick())
+    assert ring.names() == []
+
+
+# -- what is told ------------------------------------------------------------------------
+
+
+def test_who_watches_is_told_children_first(ring: Bench, clock: Clock) -> None:
+    told: list[tuple[int, bytes]] = []
+    ring.store.reclaimer.on_removed = told.extend
+    ino = session(ring, b"session")
+    below = ring.make(b"below", parent=ino, mode=DIRECTORY)
+    ring.make(b"file", parent=below)
+    run(ring.store.set_xattr(ino, b"user.kvfs.ttl", b"100"))
+    pass_time(ring, clock, 200)
+    run(ring.store.tick())
+    assert told[-1] == (1, b"session")
+    assert told.index((below, b"file")) < told.index((ino, b"below"))
+
+
+def test_the_log_survives_a_crash(ring: Bench, clock: Clock) -> None:
+    ino = session(ring, b"session")
+    run(ring.store.set_xattr(ino, b"user.kvfs.ttl", b"100"))
+    pass_time(ring, clock, 200)
+    run(ring.store.tick())
+    ring.open()
+    (entry,) = run(ring.store.reclaimer.entries())
+    assert (entry["path"], entry["uid"], entry["why"]) == ("session", 0, "its ttl is over")
+    assert entry["stored"] >= MIB
+
+
+def test_a_file_that_is_linked_elsewhere_lives_on(ring: Bench, clock: Clock) -> None:
+    ino = session(ring, b"session")
+    keep = ring.make(b"keep", mode=DIRECTORY)
+    run(ring.store.set_xattr(keep, b"user.kvfs.pin", b"1"))
+    run(ring.store.link(ring.find(b"layer.000", ino), keep, b"mine"))
+    run(ring.store.set_xattr(ino, b"user.kvfs.ttl", b"100"))
+    pass_time(ring, clock, 200)
+    run(ring.store.tick())
+    assert ring.names() == [b"keep"]
+    mine = ring.find(b"mine", keep)
+    assert run(ring.store.node(mine)).inode.nlink == 1
+    assert ring.read(mine) == noise(MIB, 7)
+    run(ring.store.sync())
+    audit(ring.store)
+
+
+def test_what_reclaim_may_remove_counts_as_available(ring: Bench, clock: Clock) -> None:
+    fill(ring, clock, 12)
+    pass_time(ring, clock, 600)
+    run(ring.store.units.oldest(clock.time_ns()))
+    usage = ring.store.usage()
+    assert usage.available >= usage.free + 11 * MIB
