@@ -12,7 +12,7 @@ from functools import partial
 
 from kvfs.engine.check.data import Progress, check_data, is_whole
 from kvfs.engine.check.findings import CheckError, Finding, Report
-from kvfs.engine.check.load import Loaded, load
+from kvfs.engine.check.load import Loaded, load, needed_by
 from kvfs.engine.check.mend import Mender
 from kvfs.engine.check.rewrite import NewState, write_state
 from kvfs.engine.check.salvage import adopt
@@ -55,14 +55,17 @@ def check(
     if repair and faults == {"superblock"} and slots.older is None:
         write_superblock(device, newest.next())
     elif repair and faults:
-        write_state(device, newest, _new_state(device, loaded, mender, set(unmovable)))
+        needed = needed_by(device, slots)
+        write_state(device, newest, _new_state(device, loaded, mender, needed, set(unmovable)))
     return Report(
         newest.uuid, _with_paths(findings, tables), len(tables.inodes), len(tables.extents),
         data.size, repair and bool(faults),
     )  # fmt: skip
 
 
-def _new_state(device: Device, loaded: Loaded, mender: Mender, unmovable: set[int]) -> NewState:
+def _new_state(
+    device: Device, loaded: Loaded, mender: Mender, needed: set[int], unmovable: set[int]
+) -> NewState:
     trees, log, evidence = loaded.base.trees, loaded.log, loaded.evidence
     tables, segment = mender.tables, loaded.base.geometry.segment
     extents = list(tables.extents.values())
@@ -73,7 +76,7 @@ def _new_state(device: Device, loaded: Loaded, mender: Mender, unmovable: set[in
         move=Move(device, tables, moved),
         leaves=[leaf for leaf in trees.leaves if segment(leaf.pointer.address) not in unmovable],
         stored_items=trees.items,
-        needed=loaded.needed | (evidence.segments if evidence else set()),
+        needed=needed | (evidence.segments if evidence else set()),
         end=None if log.is_damaged or log.end.segment in unmovable else log.end,
         sequence=log.last_sequence + 1,
         operation=log.operation,

@@ -54,13 +54,11 @@ class Base:
 
 @dataclass(slots=True)
 class Loaded:
-    """`items` are all of the index; `needed` the segments that what the superblocks tell
-    of lies in. `evidence` is there where something is lost or was damaged."""
+    """`items` are all of the index. `evidence` is there where something of it is lost."""
 
     base: Base
     log: Log
     items: dict[bytes, bytes]
-    needed: set[int]
     evidence: Evidence | None
     findings: list[Finding]
 
@@ -69,12 +67,9 @@ def load(device: Device, slots: Slots) -> Loaded:
     """Raises OSError."""
     base = read_base(device, slots.newest)
     log = read_log(device, slots.newest)
-    needed = _segments(base, log)
     items, gaps = dict(base.trees.items), base.trees.gaps
-    if slots.older is not None and slots.older.replay.sequence < slots.newest.replay.sequence:
-        older_base, older_log = read_base(device, slots.older), read_log(device, slots.older)
-        needed |= _segments(older_base, older_log)
-        gaps = _fill(items, gaps, older_base, older_log, slots.newest)
+    if gaps and slots.older is not None:
+        gaps = _fill(device, items, gaps, slots.older, slots.newest)
     evidence = None
     if gaps or log.is_damaged:
         # What a lost frame of the log held is missing as if its nodes were.
@@ -86,7 +81,7 @@ def load(device: Device, slots: Slots) -> Loaded:
     if evidence is not None:
         evidence.gone = gone
     findings = [*base.findings, *base.trees.findings, *log.findings]
-    return Loaded(base, log, items, needed, evidence, findings)
+    return Loaded(base, log, items, evidence, findings)
 
 
 def apply(items: dict[bytes, bytes], frames: list[Frame]) -> set[bytes]:
@@ -109,26 +104,37 @@ def apply(items: dict[bytes, bytes], frames: list[Frame]) -> set[bytes]:
     return gone
 
 
-def _fill(items: dict[bytes, bytes], gaps: Gaps, older: Base, log: Log, newest: Superblock) -> Gaps:
+def _fill(
+    device: Device, items: dict[bytes, bytes], gaps: Gaps, older: Superblock, newest: Superblock
+) -> Gaps:
     """Fill gaps with what the older slot leads to: its trees, and the log between the two
     checkpoints, if that is whole. Returns the gaps that are left."""
+    base, log = read_base(device, older), read_log(device, older)
     between = [f for f in log.frames if f.header.sequence < newest.replay.sequence]
-    if len(between) != newest.replay.sequence - older.superblock.replay.sequence:
+    if not between or len(between) != newest.replay.sequence - older.replay.sequence:
         return gaps
-    then = dict(older.trees.items)
+    then = dict(base.trees.items)
     apply(then, between)
     items.update((key, value) for key, value in then.items() if key in gaps)
-    return gaps.within(older.trees.gaps)
+    return gaps.within(base.trees.gaps)
+
+
+def needed_by(device: Device, slots: Slots) -> set[int]:
+    """The segments that what either superblock leads to lies in. Raises OSError."""
+    needed: set[int] = set()
+    for superblock in (slots.newest, slots.older):
+        if superblock is not None:
+            needed |= _segments(read_base(device, superblock), read_log(device, superblock))
+    return needed
 
 
 def _segments(base: Base, log: Log) -> set[int]:
     geometry = base.geometry
-    live = base.bitmap.live_blocks.nonzero()[0]
     addresses = [place.address for place in base.places]
     addresses += [frame.header.address for frame in log.frames]
     addresses += [extent.address for extent in extents_in(base.trees.items)]
     within = {geometry.segment(a) for a in addresses if geometry.contains(a, 0)}
-    return within | {int(segment) for segment in live}
+    return within | {int(segment) for segment in base.bitmap.live_blocks.nonzero()[0]}
 
 
 def extents_in(items: dict[bytes, bytes]) -> list[Extent]:
