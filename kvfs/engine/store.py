@@ -139,7 +139,10 @@ class Store:
             loaded = _load(device, name, superblocks.newest, options)
         except (FormatError, OSError) as fault:
             reason = getattr(fault, "filename", None) or fault
-            raise DeviceError(f"{name}: {reason}; the index cannot be read") from None
+            raise DeviceError(
+                f"{name}: {reason}; the index cannot be read; repair it with: "
+                f"kvfs fsck {name} --repair"
+            ) from None
         store = cls(device, executor, buffer, options, loaded)
         _check_no_log_elsewhere(superblocks.newest, buffer, name)
         store._make_root()
@@ -637,7 +640,10 @@ def _load(device: Device, name: str, superblock: Superblock, options: StoreOptio
     extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
     state = State(index, superblock.hash_key, extent_max, options.nodes_max)
     run(state.load_counts())
-    damage = replayed.damage and f"{name} is damaged: {replayed.damage}; mounted read-only"
+    damage = replayed.damage and (
+        f"{name} is damaged: {replayed.damage}; mounted read-only; unmount it, then repair it "
+        f"with: kvfs fsck {name} --repair"
+    )
     return _Loaded(
         superblock, ring, index, state, extent_max, replayed.operation, replayed.frames, damage
     )

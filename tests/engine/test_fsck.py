@@ -901,7 +901,7 @@ def test_a_full_ring_can_be_repaired(tmpfs: Path) -> None:
 # -- anything, anywhere ----------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), is_wiped=st.booleans())
 @pytest.mark.parametrize("kind", ["closed", "one_checkpoint", "turned"])
 def test_one_bad_bit_or_block_anywhere_costs_no_more_than_itself(
