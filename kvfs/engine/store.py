@@ -668,7 +668,9 @@ def _load_newest(
         if reasons:
             log.warning("%s: %s; the checkpoint before was used", name, reasons[0])
         return loaded
-    raise DeviceError(f"{name}: {reasons[0]}; the index cannot be read: try kvfs fsck {name}")
+    raise DeviceError(
+        f"{name}: {reasons[0]}; the index cannot be read; repair it with: kvfs fsck {name} --repair"
+    )
 
 
 def _load(
@@ -684,7 +686,10 @@ def _load(
     extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
     state = State(index, superblock.hash_key, extent_max, options.nodes_max)
     run(state.load_counts())
-    damage = replayed.damage and f"{name} is damaged: {replayed.damage}; mounted read-only"
+    damage = replayed.damage and (
+        f"{name} is damaged: {replayed.damage}; mounted read-only; unmount it, then repair it "
+        f"with: kvfs fsck {name} --repair"
+    )
     return _Loaded(
         superblock, ring, index, state, extent_max, replayed.operation, replayed.frames, damage
     )
