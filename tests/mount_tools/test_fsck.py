@@ -107,7 +107,6 @@ def test_a_lost_checkpoint_is_found_and_repaired(unmounted: Mounter) -> None:
     superblock = read_superblocks(device, "ring").newest
     device.close()
     damage(unmounted.image, superblock.checkpoint.address)
-    assert "index cannot be read" in unmounted.mount(check=False).stderr
     assert fsck(unmounted).returncode == UNCORRECTED
     assert fsck(unmounted, "--repair").returncode == CORRECTED
     assert fsck(unmounted).returncode == CLEAN
