@@ -552,8 +552,8 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=None, help="a directory on the disk")
     arguments = parser.parse_args()
     with (
-        tempfile.TemporaryDirectory(dir=arguments.dir) as directory,
-        tempfile.TemporaryDirectory(dir="/dev/shm") as warm,
+        tempfile.TemporaryDirectory(prefix="kvfs-turnover-", dir=arguments.dir) as directory,
+        tempfile.TemporaryDirectory(prefix="kvfs-turnover-", dir="/dev/shm") as warm,
     ):
         ring = Ring(Path(directory), Path(warm))
         try:

@@ -76,7 +76,9 @@ class Files:
 
     def node(self, ino: int) -> Step[Node]:
         """The node of a regular file, with its content; of others without. Raises ENOENT."""
-        node, content, extents = yield from settled(lambda: self._found(ino))
+        node, content, extents = yield from settled(
+            lambda: self._found(ino), self._index.nodes.gathering
+        )
         if content is not None:
             node.content = content
             for known in extents:

@@ -13,6 +13,7 @@ import errno
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -54,6 +55,7 @@ class Completion(Generic[T]):
 
 # Errors that do not come from what was seen of the state.
 _FINAL = (errno.EIO, errno.ENOSPC)
+_TRIES = 3  # before a step is given more memory
 
 Step = Generator[Completion[Any], None, T]
 
@@ -182,22 +184,30 @@ def run(step: Step[T]) -> T:
     raise RuntimeError("the step waits for something that nobody will finish")
 
 
-def settled(make: Callable[[], Step[T]]) -> Step[T]:
+def settled(
+    make: Callable[[], Step[T]], gathering: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> Step[T]:
     """Run a step again until it goes through without waiting, so that all it saw, and
-    failed for, is the state of one moment. What it loads has to stay in memory."""
-    while True:
-        step, waited = make(), False
-        try:
-            while True:
-                completion = next(step)
-                waited = True
-                yield completion
-        except StopIteration as stop:
-            if not waited:
-                result: T = stop.value
-                return result
-        except OSError as failure:
-            if not waited or failure.errno in _FINAL:
-                raise
-        finally:
-            step.close()
+    failed for, is the state of one moment. What it loads has to stay in memory: `gathering`
+    sees to that, for a step that needs more at once than usually stays."""
+    with ExitStack() as stack:
+        tries = 0
+        while True:
+            step, waited = make(), False
+            try:
+                while True:
+                    completion = next(step)
+                    waited = True
+                    yield completion
+            except StopIteration as stop:
+                if not waited:
+                    result: T = stop.value
+                    return result
+            except OSError as failure:
+                if not waited or failure.errno in _FINAL:
+                    raise
+            finally:
+                step.close()
+            tries += 1
+            if tries == _TRIES:
+                stack.enter_context(gathering())

@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,8 +24,8 @@ _NODE_OVERHEAD = 512
 
 @dataclass(slots=True)
 class NodeCache:
-    """At most `size` bytes of nodes, the last used; `held` are now. Belongs to the loop's
-    thread; reads run in others."""
+    """At most `size` bytes of nodes, the last used, and more only for who needs more at one
+    moment; `held` are now. Belongs to the loop's thread; reads run in others."""
 
     device: Device
     executor: Executor
@@ -32,6 +34,7 @@ class NodeCache:
     held: int = 0
     _nodes: OrderedDict[Pointer, TreeNode] = field(default_factory=OrderedDict)
     _loading: dict[Pointer, Completion[TreeNode]] = field(default_factory=dict)
+    _gathering: int = 0
 
     def load(self, pointer: Pointer) -> Step[TreeNode]:
         """Raises OSError: EIO for a node that is not what was written."""
@@ -51,7 +54,20 @@ class NodeCache:
             return
         self._nodes[pointer] = node
         self.held += _taken(node)
-        while self.held > self.size:
+        self._trim()
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Nodes stay until its end, however many come."""
+        self._gathering += 1
+        try:
+            yield
+        finally:
+            self._gathering -= 1
+            self._trim()
+
+    def _trim(self) -> None:
+        while self.held > self.size and not self._gathering:
             _, oldest = self._nodes.popitem(last=False)
             self.held -= _taken(oldest)
 

@@ -431,6 +431,11 @@ class Store:
     def fork(self, ino: int, name: bytes) -> Step[Node]:
         """A copy-on-write copy of a directory tree, beside it. Raises EEXIST, ENOTDIR;
         EFBIG for one that is too large."""
+        # All of the tree is looked at in one moment, several times.
+        with self._writer.index.nodes.gathering():
+            return (yield from self._fork(ino, name))
+
+    def _fork(self, ino: int, name: bytes) -> Step[Node]:
         while True:
             tree = yield from settled(lambda: self._state.read_tree(ino))
             serials = len(tree.originals)
@@ -523,7 +528,7 @@ class Store:
                 raise error(errno.EBUSY)
             return (yield from self._state.prepare(op, lambda: kept))
 
-        done = yield from settled(prepared)
+        done = yield from settled(prepared, self._writer.index.nodes.gathering)
         kept = self._buffer.append(writer.operation + 1, ops.pack(op), data)
         inode = done()
         writer.count(charge, len(data))
@@ -615,7 +620,8 @@ class Store:
         written = writer.bytes_since_checkpoint
         due = now - writer.checkpoint_time > options.checkpoint_seconds
         long = written > options.checkpoint_bytes
-        if (due and written) or long or writer.index.changes > options.checkpoint_changes:
+        many = writer.index.changes > options.checkpoint_changes
+        if (due and written) or long or many or writer.ids_are_short:
             yield from writer.checkpoint()
         yield from self._drop_nameless()
         yield from self._units.book()

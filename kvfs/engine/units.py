@@ -76,17 +76,24 @@ class Units:
 
     # -- which unit
 
-    def unit_of(self, ino: int, known: dict[int, bool] | None = None) -> Step[int]:
-        """The outermost session that an inode is in, or itself. `known` keeps, for those who
-        ask for many, which directories are sessions. Raises ENOENT."""
-        known = {} if known is None else known
-        for directory in (yield from self.chain(ino)):
-            if directory not in known:
-                is_root = directory == ROOT_INODE
-                known[directory] = not is_root and (yield from self.is_session(directory))
-            if known[directory]:
-                return directory
-        return ino
+    def unit_of(self, ino: int) -> Step[int]:
+        """The outermost session that an inode is in, or itself. Raises ENOENT."""
+        return (yield from self._unit_of(ino, {}))
+
+    def _unit_of(self, ino: int, known: dict[int, int | None]) -> Step[int]:
+        """`known` are the sessions that directories are in: to find one looks at all of it,
+        which is not done again for each of its files."""
+        node = yield from self.state.nodes.node(ino)
+        directory = ino if node.is_directory else node.inode.parent
+        if directory not in known:
+            known[directory] = yield from self._outermost_session(directory)
+        return known[directory] or ino
+
+    def _outermost_session(self, directory: int) -> Step[int | None]:
+        for above in (yield from self.chain(directory)):
+            if above != ROOT_INODE and (yield from self.is_session(above)):
+                return above
+        return None
 
     def chain(self, ino: int) -> Step[list[int]]:
         """The directories that lead to an inode, from the root on; itself if it is one."""
@@ -151,13 +158,13 @@ class Units:
         """Find the units of what was used, and note when."""
         used = dict(self._used)
         latest: dict[int, int] = {}
-        known: dict[int, bool] = {}
+        known: dict[int, int | None] = {}
         for ino, used_ns in used.items():
             try:
-                unit = yield from self.unit_of(ino, known)
+                unit = yield from self._unit_of(ino, known)
             except FileNotFoundError:
                 continue  # it is gone
-            if not known.get(unit, True):
+            if known.get(unit, unit) is None:
                 continue  # the directory of a pool is no unit
             latest[unit] = max(used_ns, latest.get(unit, 0))
         for ino, used_ns in latest.items():
@@ -253,11 +260,10 @@ class Units:
         longer is forgotten."""
         if (yield from self.unit(victim.ino)).used_ns > victim.unit.used_ns:
             return False
-        known: dict[int, bool] = {}
+        known: dict[int, int | None] = {}
         try:
-            if (yield from self.unit_of(victim.ino, known)) != victim.ino or not known.get(
-                victim.ino, True
-            ):
+            unit = yield from self._unit_of(victim.ino, known)
+            if unit != victim.ino or known.get(unit, unit) is None:
                 self.index.apply([(unit_key(victim.ino), None)])
                 return False
             if (yield from self.is_pinned(victim.ino)):

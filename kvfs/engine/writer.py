@@ -138,6 +138,12 @@ class Writer:
         self.next_id += count
         return self.next_id - count
 
+    @property
+    def ids_are_short(self) -> bool:
+        """Whether so many were taken, also for what then failed, that a checkpoint should make
+        it safe to take more."""
+        return self.superblock.id_floor - self.next_id < ID_WINDOW // 2
+
     def check(self) -> None:
         """Raises EIO once the device has failed."""
         if self.failure is not None:

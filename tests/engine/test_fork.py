@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import errno
 import stat
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
+from kvfs.engine import writer as writer_module
 from kvfs.engine.format import BLOCK, round_up
 from kvfs.engine.io import run
 from kvfs.engine.nodes import Node
+from kvfs.engine.store import Store
+from kvfs.tiers.oplog import OperationLog
 from tests.engine.audit import audit
-from tests.engine.kit import DIRECTORY, MIB, SYMLINK, Bench, failure_of, noise
+from tests.engine.deferred import DeferredExecutor
+from tests.engine.kit import (
+    DIRECTORY,
+    MIB,
+    OPTIONS,
+    SYMLINK,
+    Bench,
+    failure_of,
+    new_device,
+    noise,
+)
 
 
 @pytest.fixture(params=["buffered", "synced", "checkpointed", "reopened", "killed"])
@@ -165,6 +182,46 @@ def test_a_tree_whose_files_share_bytes_is_forked_and_removed(staged: Bench) -> 
     run(staged.store.sync())
     audit(staged.store)
     assert content(staged, staged.find(b"second", copy), b"layer") == noise(200_000)
+
+
+def test_a_tree_with_a_larger_index_than_is_kept_in_memory_is_forked(tmpfs: Path) -> None:
+    device = new_device(segments=32)
+    bench = Bench(tmpfs, device)
+    ino = bench.make(b"session", mode=DIRECTORY)
+    for number in range(600):
+        bench.write(bench.make(b"%d" % number, parent=ino), b"x")
+    run(bench.store.close())
+    executor = DeferredExecutor(device)
+    options = replace(OPTIONS, index_cache_size=20_000)
+    store = Store.open(device, "ring", executor, OperationLog(tmpfs / "other", 64 * MIB), options)
+    nodes = store._writer.index.nodes
+    assert store._writer.index.checkpoint.node_bytes > nodes.size
+    task = executor.begin(store.fork(ino, b"fork"))
+    happened = sum(
+        1 for _ in takewhile(lambda _: not task.done and executor.happen(), range(100_000))
+    )
+    assert task.done, f"not done after {happened} events"
+    copy = task.completion.result().inode.ino
+    assert len(executor.run(store.list_directory(copy, 0, 1000))) == 600
+    executor.settle()
+    assert nodes.held <= nodes.size
+
+
+def test_forks_that_fail_again_and_again_do_not_use_up_the_ids(bench: Bench) -> None:
+    with patch.object(writer_module, "ID_WINDOW", 64):
+        run(bench.store.checkpoint())
+        ino = bench.make(b"session", mode=DIRECTORY)
+        for number in range(20):
+            bench.make(b"%d" % number, parent=ino)
+            run(bench.store.tick())
+        for _ in range(10):
+            assert failure_of(bench.store.fork(ino, b"session")) == errno.EEXIST
+            run(bench.store.tick())
+        last = bench.make(b"last")
+        bench.open()
+        assert bench.make(b"next") > last
+    run(bench.store.sync())
+    audit(bench.store)
 
 
 def test_what_cannot_be_forked(bench: Bench) -> None:
