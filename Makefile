@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test lint bench crash posix clean
+.PHONY: help setup system demo test lint bench scale crash posix clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ lint: setup ## Style, types, import direction
 
 bench: setup ## Save and restore a session, beside fio on the same disk (as root)
 	$(BIN)/python scripts/bench_restore.py --rounds 3
+
+scale: setup ## A million layer files: time to mount, memory to serve them (minutes, 8 GiB)
+	$(BIN)/python scripts/scale.py
 
 crash: setup ## The long crash tests: minutes
 	$(BIN)/pytest -m crash_long

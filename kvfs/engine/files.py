@@ -81,8 +81,13 @@ class Files:
             node.content = content
             for known in extents:
                 self.table.use(known)
-            self._nodes.trim(len(self.table))
+            self.trim()
         return node
+
+    def trim(self) -> None:
+        """Forget what is idle while too much is in memory: content was loaded, or nodes that
+        were made are in the ring now."""
+        self._nodes.trim(len(self.table))
 
     def snapshot(self, ino: int) -> Step[tuple[Node, Content | None, list[Known]]]:
         """A node, what it is made of, and its extents, without taking it into use."""

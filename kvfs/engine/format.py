@@ -15,7 +15,7 @@ import struct
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
@@ -73,9 +73,12 @@ class SuperblockFlag(IntFlag):
     CLEAN = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Pointer:
-    """Where a stored thing lies, and the checksum that it must have."""
+_POINTER = struct.Struct("<QIIB3xQ")
+
+
+class Pointer(NamedTuple):
+    """Where a stored thing lies, and the checksum that it must have. A tuple, since nodes
+    are found by it: it is hashed at each step down a tree."""
 
     address: int = 0
     stored: int = 0
@@ -83,15 +86,16 @@ class Pointer:
     codec: int = 0
     checksum: int = 0
 
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QIIB3xQ")
-
     def pack(self) -> bytes:
-        return self.STRUCT.pack(self.address, self.stored, self.size, self.codec, self.checksum)
+        return _POINTER.pack(*self)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Pointer:
         """Raises FormatError on a wrong length."""
-        return cls(*_fields(cls.STRUCT, data))
+        return cls(*_fields(_POINTER, data))
+
+
+NOWHERE = Pointer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +153,7 @@ class Superblock:
     checkpoint: Pointer
     replay: Position
     features: int = 0
-    key_table: Pointer = Pointer()
+    key_table: Pointer = NOWHERE
     epoch_key: bytes = bytes(32)
 
     MAGIC: ClassVar[bytes] = b"KVFSRING"
@@ -228,6 +232,11 @@ class Superblock:
     def next(self, **changes: object) -> Superblock:
         """The superblock that follows this one, with `changes` applied."""
         return replace(self, generation=self.generation + 1, **changes)  # type: ignore[arg-type]
+
+    @property
+    def durable(self) -> int:
+        """Frames with a lower sequence were flushed when this was written."""
+        return max(self.replay.sequence, self.epoch_start)
 
     @property
     def address(self) -> int:
@@ -743,8 +752,8 @@ class Checkpoint:
     """The index as it was at one moment: two roots, what the nodes below take on the
     device in bytes, and the bitmap in parts of BITMAP_PART of the ring each."""
 
-    names: Pointer = Pointer()
-    extents: Pointer = Pointer()
+    names: Pointer = NOWHERE
+    extents: Pointer = NOWHERE
     node_bytes: int = 0
     bitmap: tuple[Pointer, ...] = ()
 
@@ -760,7 +769,7 @@ class Checkpoint:
     def unpack(cls, data: bytes) -> Checkpoint:
         """Raises FormatError on a wrong length."""
         names, extents, node_bytes, count = _fields(cls.STRUCT, data, rest=True)
-        size = Pointer.STRUCT.size
+        size = _POINTER.size
         if len(data) != cls.STRUCT.size + count * size:
             raise FormatError("a checkpoint is cut")
         starts = range(cls.STRUCT.size, len(data), size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from sortedcontainers import SortedDict
 
@@ -133,7 +134,7 @@ class Index:
 
     def seal(self) -> tuple[int, list[Item]]:
         """End the open batch: its number and its changes, by key."""
-        sealed, items = self._batch, sorted(self._open.items())
+        sealed, items = self._batch, sorted(self._open.items(), key=itemgetter(0))
         self._batch += 1
         self._open = {}
         return sealed, items
@@ -185,12 +186,12 @@ class Index:
     def update(self, make: Callable[[], Rewrite]) -> Step[TreeUpdate]:
         """Bring what is recent into the trees; until `checkpointed` it stays above them."""
         assert not self._merging, "one checkpoint at a time"
-        self._merging, self._recent = self._recent, SortedDict()
-        changes: dict[bytes, Change] = {key: (key, btree.Keep.KEEP) for key in self._moved}
-        changes.update((key, (key, value)) for key, value in self._merging.items())
-        ordered = [changes[key] for key in sorted(changes)]
-        names = [change for change in ordered if change[0][0] != TABLE_EXTENTS]
-        extents = [change for change in ordered if change[0][0] == TABLE_EXTENTS]
+        merging = self._merging = self._recent
+        self._recent = SortedDict()
+        keys = sorted([*merging, *(key for key in self._moved if key not in merging)])
+        changes: list[Change] = [(key, merging.get(key, btree.Keep.KEEP)) for key in keys]
+        names = [change for change in changes if change[0][0] != TABLE_EXTENTS]
+        extents = [change for change in changes if change[0][0] == TABLE_EXTENTS]
         of_names, of_extents = make(), make()
         after = replace(
             self.checkpoint,

@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -154,6 +155,21 @@ def wait_all(completions: Iterable[Completion[Any]]) -> Step[None]:
             yield completion
     for completion in completions:
         completion.result()
+
+
+def together(steps: Iterable[Step[None]]) -> Step[None]:
+    """Drive steps side by side: what they wait for is under way at the same time."""
+    left = list(steps)
+    try:
+        while left:
+            waiting = [(step, completion) for step in left for completion in islice(step, 1)]
+            left = [step for step, _ in waiting]
+            for _, completion in waiting:
+                if not completion.done:
+                    yield completion
+    finally:
+        for step in left:
+            step.close()
 
 
 def run(step: Step[T]) -> T:

@@ -23,6 +23,7 @@ class Liveness:
         blocks = segment_count * segment_size // BLOCK
         self._bits = bytearray(-(-blocks // 8))
         self.live_blocks: npt.NDArray[np.int64] = np.zeros(segment_count, np.int64)
+        self._live_total = 0  # their sum, which each operation asks for
 
     def mark(self, address: int, stored: int) -> None:
         """`stored` bytes at `address` are in use. They lie within one segment."""
@@ -38,7 +39,7 @@ class Liveness:
 
     @property
     def live_bytes(self) -> int:
-        return int(self.live_blocks.sum()) * BLOCK
+        return self._live_total * BLOCK
 
     def part_of(self, address: int) -> int:
         """The part of the bitmap that tells of an address."""
@@ -57,6 +58,7 @@ class Liveness:
         counts = np.unpackbits(np.frombuffer(bits, np.uint8)).reshape(-1, 8 * per_segment)
         first = part * self._segments_per_part
         self.live_blocks[first : first + len(counts)] = counts.sum(axis=1, dtype=np.int64)
+        self._live_total = int(self.live_blocks.sum())
 
     @property
     def stored_max(self) -> int:
@@ -80,5 +82,7 @@ class Liveness:
         self._bits[first : last + 1] = (window ^ mask).to_bytes(last + 1 - first, "little")
         self.changed.add(self.part_of(address))
         segment = (address - DATA_START) // self._segment_size
-        self.live_blocks[segment] += count if live else -count
+        change = count if live else -count
+        self.live_blocks[segment] += change
+        self._live_total += change
         return int(self.live_blocks[segment])

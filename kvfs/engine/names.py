@@ -36,8 +36,6 @@ class Names:
 
     def find(self, directory: int, name: bytes) -> Step[tuple[int, Dentry] | None]:
         """Slot and entry of a name. Raises ENAMETOOLONG."""
-        if len(name) > NAME_LENGTH_MAX:
-            raise error(errno.ENAMETOOLONG)
         for slot, dentry in (yield from self._alike(directory, name)):
             if dentry.name == name:
                 return slot, dentry
@@ -52,10 +50,10 @@ class Names:
 
     def free_slot(self, directory: int, name: bytes) -> Step[int]:
         """A slot for a new name. Raises EEXIST, ENAMETOOLONG."""
-        if (yield from self.find(directory, name)) is not None:
+        alike = yield from self._alike(directory, name)
+        if any(dentry.name == name for _, dentry in alike):
             raise error(errno.EEXIST, name)
-        taken = yield from self._alike(directory, name)
-        return _unused(name_slot(self._hash_key, name), {slot for slot, _ in taken})
+        return _unused(name_slot(self._hash_key, name), {slot for slot, _ in alike})
 
     def entries(self, directory: int, after: int, limit: int) -> Step[list[tuple[int, Dentry]]]:
         """Entries whose slot is above `after`, by slot."""
@@ -74,7 +72,9 @@ class Names:
         self._index.delete(dentry_key(directory, slot))
 
     def _alike(self, directory: int, name: bytes) -> Step[list[tuple[int, Dentry]]]:
-        """The entries whose names have this name's hash."""
+        """The entries whose names have this name's hash. Raises ENAMETOOLONG."""
+        if len(name) > NAME_LENGTH_MAX:
+            raise error(errno.ENAMETOOLONG)
         items = yield from self._with_hash(name, lambda slot: dentry_key(directory, slot))
         return [(slot, Dentry.unpack(value)) for slot, value in items]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
-
-from cachetools import LRUCache
 
 from kvfs.engine import metadata
 from kvfs.engine.device import Device
@@ -23,22 +22,22 @@ _NODE_OVERHEAD = 512
 
 @dataclass(slots=True)
 class NodeCache:
-    """`size` in bytes. Belongs to the loop's thread; reads run in others."""
+    """At most `size` bytes of nodes, the last used; `held` are now. Belongs to the loop's
+    thread; reads run in others."""
 
     device: Device
     executor: Executor
     ring: Ring
     size: int
-    _nodes: LRUCache[Pointer, TreeNode] = field(init=False)
+    held: int = 0
+    _nodes: OrderedDict[Pointer, TreeNode] = field(default_factory=OrderedDict)
     _loading: dict[Pointer, Completion[TreeNode]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._nodes = LRUCache(self.size, lambda node: len(node) + _NODE_OVERHEAD)
 
     def load(self, pointer: Pointer) -> Step[TreeNode]:
         """Raises OSError: EIO for a node that is not what was written."""
         node = self._nodes.get(pointer)
         if node is not None:
+            self._nodes.move_to_end(pointer)
             return node
         loading = self._loading.get(pointer)
         if loading is None:
@@ -48,8 +47,13 @@ class NodeCache:
 
     def keep(self, pointer: Pointer, node: TreeNode) -> None:
         """It is known without being read: it was just written."""
-        if len(node) + _NODE_OVERHEAD <= self.size:
-            self._nodes[pointer] = node
+        if pointer in self._nodes:
+            return
+        self._nodes[pointer] = node
+        self.held += _taken(node)
+        while self.held > self.size:
+            _, oldest = self._nodes.popitem(last=False)
+            self.held -= _taken(oldest)
 
     def _start(self, pointer: Pointer) -> Completion[TreeNode]:
         self.ring.pin(pointer.address)
@@ -62,6 +66,10 @@ class NodeCache:
             log.error("a node of the index cannot be read: %s", loading.error)
         else:
             self.keep(pointer, loading.result())
+
+
+def _taken(node: TreeNode) -> int:
+    return len(node) + _NODE_OVERHEAD
 
 
 def _read(device: Device, pointer: Pointer) -> TreeNode:

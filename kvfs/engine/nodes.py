@@ -15,6 +15,7 @@ from kvfs.engine.format import ROOT_INODE, Inode, Item, inode_key, round_up
 from kvfs.engine.index import Index
 from kvfs.engine.intervals import Intervals
 from kvfs.engine.io import Step
+from kvfs.engine.pins import Pins
 
 FILE_SIZE_MAX = 1 << 62
 _TIME_NS_MIN, _TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # the years 1677 to 2262
@@ -94,7 +95,7 @@ class Nodes:
     """The nodes in use, and which of them changed since the last seal.
 
     At most `limit` nodes and parts of their contents stay in memory, the least recently
-    used go first. `pins` are the inodes that somebody holds, and how often.
+    used go first. `pins` are the inodes that somebody holds.
     """
 
     def __init__(self, index: Index, limit: int) -> None:
@@ -103,7 +104,7 @@ class Nodes:
         self._nodes: OrderedDict[int, Node] = OrderedDict()
         self._touched: dict[int, Node] = {}
         self.on_forget: Callable[[Node], None] = lambda node: None
-        self.pins: dict[int, int] = {}
+        self.pins = Pins()
         self.nameless: set[int] = set()
         self.count = 0
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
+from cachetools import LRUCache
+
 from kvfs.engine import ops
 from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, layout_of
@@ -47,6 +49,7 @@ DTYPE_XATTR = b"user.kvfs.dtype"
 SHAPE_XATTR = b"user.kvfs.shape"
 XATTR_VALUE_MAX = 64 * 1024
 _LINKS_MAX = 65_000
+_CHOICES_MAX = 1024
 
 Done = Callable[[], "Inode | None"]
 
@@ -78,6 +81,7 @@ class State:
         self.names = Names(index, hash_key)
         self.files = Files(index, self.nodes, extent_max)
         self._codec_version = 0
+        self._choices: LRUCache[tuple[int, int], CodecChoice] = LRUCache(_CHOICES_MAX)
         self._directories_made = 0
         self._counts = Counts()
 
@@ -499,20 +503,29 @@ class State:
     def _resolve_codec(self, ino: int, content: Content) -> Step[None]:
         """The codec that a file asks for: its own, else the nearest directory's."""
         version = self._codec_version
-        dtype = yield from self.names.xattr(ino, DTYPE_XATTR)
-        shape = yield from self.names.xattr(ino, SHAPE_XATTR)
-        content.layout = layout_of(dtype, shape)
-        content.choice = CodecChoice.AUTO
-        while True:
-            value = yield from self.names.xattr(ino, CODEC_XATTR)
-            if value is not None:
-                content.choice = CodecChoice(value.decode())
-                break
-            above = yield from self._directory_above(ino)
-            if above is None:
-                break
-            ino = above
+        found = yield from self.names.xattrs(ino)
+        xattrs = {xattr.name: xattr.value for _, xattr in found}
+        content.layout = layout_of(xattrs.get(DTYPE_XATTR), xattrs.get(SHAPE_XATTR))
+        own = xattrs.get(CODEC_XATTR)
+        content.choice = yield from self._own_or_inherited(ino, own, version)
         content.codec_version = version
+
+    def _own_or_inherited(self, ino: int, own: bytes | None, version: int) -> Step[CodecChoice]:
+        if own is not None:
+            return CodecChoice(own.decode())
+        above = yield from self._directory_above(ino)
+        if above is None:
+            return CodecChoice.AUTO
+        return (yield from self._choice_in(above, version))
+
+    def _choice_in(self, directory: int, version: int) -> Step[CodecChoice]:
+        """What files in a directory inherit: the same for many, so it is remembered."""
+        choice = self._choices.get((directory, version))
+        if choice is None:
+            own = yield from self.names.xattr(directory, CODEC_XATTR)
+            choice = yield from self._own_or_inherited(directory, own, version)
+            self._choices[directory, version] = choice
+        return choice
 
     def _directory_above(self, ino: int) -> Step[int | None]:
         """None at the root, and where a file's last name was in a directory that is gone."""
@@ -557,7 +570,9 @@ class State:
         that are dead now."""
         for node in sealed.nodes:
             node.batches -= 1
-        return self.files.committed(sealed.files, extents)
+        dead = self.files.committed(sealed.files, extents)
+        self.files.trim()
+        return dead
 
 
 def _content_of(node: Node) -> Content:

@@ -12,7 +12,8 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from kvfs.engine import journal, ops
@@ -32,7 +33,16 @@ from kvfs.engine.format import (
     SuperblockFlag,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.io import DeadlineExceeded, Executor, InlineExecutor, Step, run, settled, wait_all
+from kvfs.engine.io import (
+    DeadlineExceeded,
+    Executor,
+    InlineExecutor,
+    Step,
+    run,
+    settled,
+    together,
+    wait_all,
+)
 from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.nodes import Node, error, nearest_time
 from kvfs.engine.reader import Chunk, ExtentReader
@@ -220,6 +230,15 @@ class Store:
     def node(self, ino: int) -> Step[Node]:
         """Raises ENOENT."""
         return self._state.nodes.node(ino)
+
+    def load(self, inos: Iterable[int]) -> Step[None]:
+        """Bring inodes into memory, if they are still there: at once, where asking for one
+        after the other would wait for the device each time."""
+        return together(self._load(ino) for ino in inos)
+
+    def _load(self, ino: int) -> Step[None]:
+        with suppress(FileNotFoundError):
+            yield from self._state.nodes.node(ino)
 
     def lookup(self, directory: int, name: bytes) -> Step[Node]:
         """Raises ENOENT, ENOTDIR, ENAMETOOLONG. `.` of a file is itself: so the kernel asks
@@ -439,19 +458,14 @@ class Store:
 
     def pin(self, ino: int) -> None:
         """Somebody holds the inode (an open file, the kernel's memory of it)."""
-        pins = self._state.nodes.pins
-        pins[ino] = pins.get(ino, 0) + 1
+        self._state.nodes.pins.add(ino)
 
     def is_pinned(self, ino: int) -> bool:
         return ino in self._state.nodes.pins
 
     def unpin(self, ino: int, count: int = 1) -> Step[None]:
         """So many holders less; without holders and names the inode is gone."""
-        pins = self._state.nodes.pins
-        left = pins.pop(ino, 0) - count
-        if left > 0:
-            pins[ino] = left
-        else:
+        if not self._state.nodes.pins.remove(ino, count):
             yield from self._drop_if_free(ino)
 
     def _remove(self, op: ops.Operation) -> Step[int]:
@@ -631,7 +645,7 @@ def _load_newest(
     reasons = []
     for start in superblocks.starting_points():
         try:
-            loaded = _load(device, name, start, options)
+            loaded = _load(device, name, start, superblocks.newest.durable, options)
             if loaded.ring.position.sequence < superblocks.newest.replay.sequence:
                 raise FormatError("the log does not lead to the newest checkpoint")
         except (FormatError, OSError) as fault:
@@ -643,14 +657,16 @@ def _load_newest(
     raise DeviceError(f"{name}: {reasons[0]}; the index cannot be read: try kvfs fsck {name}")
 
 
-def _load(device: Device, name: str, superblock: Superblock, options: StoreOptions) -> _Loaded:
+def _load(
+    device: Device, name: str, superblock: Superblock, durable: int, options: StoreOptions
+) -> _Loaded:
     """Raises FormatError when the checkpoint is not what was written, OSError."""
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
     ring = Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
     checkpoint = journal.read_checkpoint(device, superblock.checkpoint, ring)
     # While the store is opened, reads wait in place.
     index = Index(NodeCache(device, InlineExecutor(), ring, options.index_cache_size), checkpoint)
-    replayed = journal.replay(device, ring, index, superblock)
+    replayed = journal.replay(device, ring, index, superblock, durable)
     extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
     state = State(index, superblock.hash_key, extent_max, options.nodes_max)
     run(state.load_counts())

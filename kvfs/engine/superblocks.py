@@ -84,7 +84,7 @@ class Superblocks:
                 checkpoint=block.checkpoint,
                 replay=block.replay,
                 operation=block.operation,
-            )  # fmt: skip
+            )
             for block in self.valid
         ]
         return list(dict.fromkeys(checkpoints))

@@ -309,6 +309,7 @@ class Filesystem(pyfuse3.Operations):
         while True:
             step = self._store.list_directory(directory, max(start_id, _DOT_DOT), _READDIR_BATCH)
             entries = await self._run(step)
+            await self._run(self._store.load(entry.ino for _, entry in entries))
             for cookie, entry in entries:
                 child = await self._run(self._store.node(entry.ino))
                 if not pyfuse3.readdir_reply(token, entry.name, _node_attributes(child), cookie):

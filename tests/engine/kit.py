@@ -49,13 +49,14 @@ class Bench:
     log_limit: int = 64 * MIB
     boot: str = "first"
     make_executor: Callable[[], Any] = InlineExecutor
+    options: StoreOptions = OPTIONS
 
     def __post_init__(self) -> None:
         self.open()
 
     def open(self) -> Store:
         log = OperationLog(self.directory / "log", self.log_limit, self.boot)
-        self.store = Store.open(self.device, "ring", self.make_executor(), log, OPTIONS)
+        self.store = Store.open(self.device, "ring", self.make_executor(), log, self.options)
         return self.store
 
     def open_image(self, image: bytes | bytearray) -> Store:

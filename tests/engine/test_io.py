@@ -21,6 +21,7 @@ from kvfs.engine.io import (
     Step,
     WorkerThreads,
     run,
+    together,
     wait,
     wait_all,
 )
@@ -36,6 +37,35 @@ T = TypeVar("T")
 
 
 # -- completions and steps -------------------------------------------------------------
+
+
+def test_steps_that_go_together_wait_at_the_same_time() -> None:
+    first: Completion[None] = Completion()
+    second: Completion[None] = Completion()
+    ended = []
+
+    def waits(name: str, *completions: Completion[None]) -> Step[None]:
+        for completion in completions:
+            yield from wait(completion)
+        ended.append(name)
+
+    step = together([waits("both", first, second), waits("none"), waits("one", second)])
+    assert next(step) is first
+    assert ended == ["none"]
+    second.finish()
+    first.finish()
+    assert next(step, None) is None
+    assert ended == ["none", "both", "one"]
+
+
+def test_steps_that_go_together_end_with_the_first_that_fails() -> None:
+    never: Completion[None] = Completion()
+    failed: Completion[None] = Completion()
+    waiting = wait(never)
+    failed.finish(error=OSError("broken"))
+    with pytest.raises(OSError, match="broken"):
+        run(together([waiting, wait(failed)]))
+    assert next(waiting, None) is None
 
 
 def test_callbacks_come_once_when_it_is_done() -> None:
