@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test lint bench scale crash posix clean
+.PHONY: help setup system demo test lint bench scale crash turnover posix clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/installed ## System packages, then .venv with everything in it
 
@@ -31,6 +31,9 @@ scale: setup ## A million layer files: time to mount, memory to serve them (minu
 
 crash: setup ## The long crash tests: minutes
 	$(BIN)/pytest -m crash_long
+
+turnover: setup ## A nearly full ring turned over ten times, with kills; every byte is checked
+	$(BIN)/python scripts/turnover.py
 
 posix: setup ## Two foreign suites, as root: make posix PJDFSTEST=FOLDER FSX=PROGRAM
 	$(BIN)/python scripts/posix.py --pjdfstest "$(PJDFSTEST)" --fsx "$(FSX)"

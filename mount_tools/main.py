@@ -10,12 +10,12 @@ import typer
 
 import kvfs
 from kvfs.engine.device import DeviceError
-from mount_tools import fork, log, ls, mkfs, mount, stat, umount
+from mount_tools import fork, fsck, log, ls, mkfs, mount, stat, umount
 from mount_tools.common import CommandError, describe_os_error, warn
 
 app = typer.Typer(
     name="kvfs",
-    help="The KV cache of language-model agents as files: format, mount, look.",
+    help="The KV cache of language-model agents as files: format, mount, look, check.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command()(mkfs.mkfs)
 app.command()(mount.mount)
 app.command()(umount.umount)
+app.command()(fsck.fsck)
 app.command()(ls.ls)
 app.command()(stat.stat)
 app.command()(fork.fork)
@@ -52,12 +53,15 @@ def main() -> None:
 
 
 def run(command: typer.Typer, name: str) -> int:
-    """The exit status: 0, 1 for what cannot be done, 2 for a wrong command line."""
+    """The exit status: 0, 1 for what cannot be done, 2 for a wrong command line; a verb with
+    other ones returns its own."""
     try:
         return int(command(standalone_mode=False) or 0)
     except _UsageError as failure:
         warn(f"{failure.format_message()} (see {name} --help)")
-        return 2
+        context: typer.Context | None = failure.ctx
+        is_fsck = context is not None and context.info_name == "fsck"
+        return fsck.Status.USAGE if is_fsck else 2
     except (CommandError, DeviceError) as failure:
         warn(str(failure))
     except OSError as failure:

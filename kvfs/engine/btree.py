@@ -108,7 +108,7 @@ class Rewrite:
     ring. Afterwards `replaced` and `written` name the nodes that went and that came."""
 
     nodes: NodeCache
-    submit: Callable[[Callable[[], list[_Draft]]], Completion[list[_Draft]]]
+    submit: Callable[[Callable[[], list[Draft]]], Completion[list[Draft]]]
     write: Callable[[list[EncodedRecord]], Step[list[Pointer]]]
     replaced: list[Pointer] = field(default_factory=list)
     written: list[Pointer] = field(default_factory=list)
@@ -122,7 +122,7 @@ class Rewrite:
         entries = yield from self._replace(top, level, [changes])
         while len(entries) > 1:
             level += 1
-            entries = yield from self._store(_cut(level, entries))
+            entries = yield from self._store(cut(level, entries))
         return Pointer.unpack(entries[0][1]) if entries else Pointer()
 
     def _replace(
@@ -140,7 +140,7 @@ class Rewrite:
             entries = []
             for node, part in zip(old, parts, strict=True):
                 entries += yield from self._children(node, part)
-            drafts = _cut(level, entries)
+            drafts = cut(level, entries)
         return (yield from self._store(drafts))
 
     def _children(self, node: TreeNode, changes: list[Change]) -> Step[list[Entry]]:
@@ -153,7 +153,7 @@ class Rewrite:
             entries += yield from self._replace(places, node.level - 1, run.parts)
         return entries + _entries(node, done, node.count)
 
-    def _store(self, drafts: list[_Draft]) -> Step[list[Entry]]:
+    def _store(self, drafts: list[Draft]) -> Step[list[Entry]]:
         if not drafts:
             return []
         places = yield from self.write([draft.record for draft in drafts])
@@ -164,7 +164,7 @@ class Rewrite:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
+class Draft:
     """A node that is not placed yet, and its lowest key."""
 
     first: bytes
@@ -213,14 +213,14 @@ def _entries(node: TreeNode, start: int, end: int) -> list[Entry]:
     return [(node.key(number), node.value(number)) for number in range(start, end)]
 
 
-def _changed_leaves(old: list[TreeNode], parts: list[list[Change]]) -> list[_Draft]:
+def _changed_leaves(old: list[TreeNode], parts: list[list[Change]]) -> list[Draft]:
     """Runs in a thread."""
     if not old:
-        return _cut(0, _merged([], parts[0]))
+        return cut(0, _merged([], parts[0]))
     items: list[Entry] = []
     for node, part in zip(old, parts, strict=True):
         items += _merged(node.items(), part)
-    return _cut(0, items)
+    return cut(0, items)
 
 
 def _merged(items: list[Entry], changes: list[Change]) -> list[Entry]:
@@ -235,9 +235,9 @@ def _merged(items: list[Entry], changes: list[Change]) -> list[Entry]:
     return sorted(merged.items())
 
 
-def _cut(level: int, items: list[Entry]) -> list[_Draft]:
+def cut(level: int, items: list[Entry]) -> list[Draft]:
     """Full nodes, but for the last two: keys mostly grow, so what is full stays so."""
-    drafts: list[_Draft] = []
+    drafts: list[Draft] = []
     group: list[Entry] = []
     size = 0
     left = sum(NODE_ITEM_OVERHEAD + len(value) for _, value in items)
@@ -259,6 +259,6 @@ def _target(left: int) -> int:
     return left - _NODE_MIN if NODE_SIZE < left < NODE_SIZE + _NODE_MIN else NODE_SIZE
 
 
-def _draft(level: int, items: list[Entry]) -> _Draft:
+def _draft(level: int, items: list[Entry]) -> Draft:
     body = TreeNode.pack(level, items)
-    return _Draft(items[0][0], TreeNode(body), metadata.encode(RecordKind.NODE, body))
+    return Draft(items[0][0], TreeNode(body), metadata.encode(RecordKind.NODE, body))

@@ -96,6 +96,7 @@ class Pointer(NamedTuple):
 
 
 NOWHERE = Pointer()
+POINTER_SIZE = _POINTER.size
 
 
 @dataclass(frozen=True, slots=True)

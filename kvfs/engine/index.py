@@ -20,10 +20,14 @@ from kvfs.engine.btree import NODE_SIZE, Change, Rewrite
 from kvfs.engine.format import (
     ITEM_OVERHEAD,
     KEY_END,
+    KIND_BYTE,
     TABLE_EXTENTS,
     Checkpoint,
+    Inode,
     Item,
+    ItemKind,
     Pointer,
+    key_owner,
     round_up,
 )
 from kvfs.engine.io import Step
@@ -153,6 +157,12 @@ class Index:
             self._recent_bytes -= len(old or b"")
             self._recent[key] = value
             self._recent_bytes += len(value or b"")
+
+    def recent_inodes(self) -> Iterator[Inode]:
+        """Those that were made or changed since the last checkpoint."""
+        for key, value in self._recent.items():
+            if key[KIND_BYTE] == ItemKind.INODE and value is not None:
+                yield Inode.unpack(key_owner(key), value)
 
     # -- checkpoints
 

@@ -124,7 +124,7 @@ def replay(
     operation, frames = superblock.operation, 0
     unit: list[Frame] = []
     end = ring.position
-    for frame in _frames(device, ring, superblock, durable):
+    for frame in frames_behind(device, ring, superblock, durable):
         unit.append(frame)
         end = ring.position_after(frame.header)
         if not frame.header.flags & FrameFlag.CONTINUES:
@@ -133,7 +133,7 @@ def replay(
             frames += len(unit)
             unit = []
     clean = superblock.flags & SuperblockFlag.CLEAN
-    damage = None if clean else _damage(device, ring, end)
+    damage = None if clean else damage_behind(device, ring, end)
     return Replayed(operation, frames, damage)
 
 
@@ -151,7 +151,11 @@ def _redo(index: Index, ring: Ring, unit: list[Frame]) -> Step[None]:
     apply_unit(index, ring, extents, items, dead)
 
 
-def _frames(device: Device, ring: Ring, superblock: Superblock, durable: int) -> Iterator[Frame]:
+def frames_behind(
+    device: Device, ring: Ring, superblock: Superblock, durable: int
+) -> Iterator[Frame]:
+    """The whole frames from the ring's position on, each behind the one before. Of those
+    before the sequence `durable` the payloads are not looked at."""
     position: Position | None = ring.position
     while position is not None:
         frame = _frame_at(device, ring, position, superblock, durable)
@@ -173,12 +177,16 @@ def _frame_at(
                 position.sequence,
                 position.previous_checksum,
             )
-            is_stale = header.sequence >= superblock.epoch_start and header.epoch < superblock.epoch
-            if follows and not is_stale:
+            if follows and not is_stale(header, superblock):
                 return read_frame(device, header, is_durable=header.sequence < durable)
         except FormatError:
             continue
     return None
+
+
+def is_stale(header: FrameHeader, superblock: Superblock) -> bool:
+    """Whether a later mount began without this frame."""
+    return header.sequence >= superblock.epoch_start and header.epoch < superblock.epoch
 
 
 def _places(position: Position) -> list[tuple[int, int]]:
@@ -188,17 +196,17 @@ def _places(position: Position) -> list[tuple[int, int]]:
     return places
 
 
-def _damage(device: Device, ring: Ring, end: Position) -> str | None:
+def damage_behind(device: Device, ring: Ring, end: Position) -> str | None:
     """A frame behind the end of the log that says the log went on, durably. It may be in
     any segment whose first frame is of a later sequence."""
     places = _places(end)
     for segment in range(ring.geometry.segment_count):
-        header = _header_at(device, ring, segment, 0)
+        header = header_at(device, ring, segment, 0)
         if header is not None and header.sequence >= end.sequence:
             places.append((segment, 0))
     for segment, offset in dict.fromkeys(places):
-        for start in _frame_starts(device, ring.geometry, segment, offset):
-            header = _header_at(device, ring, segment, start)
+        for start in frame_starts(device, ring.geometry, segment, offset):
+            header = header_at(device, ring, segment, start)
             if header is not None and header.flushed >= end.sequence:
                 return (
                     f"frame {end.sequence} had been flushed and is not whole (segment "
@@ -207,14 +215,14 @@ def _damage(device: Device, ring: Ring, end: Position) -> str | None:
     return None
 
 
-def _header_at(device: Device, ring: Ring, segment: int, offset: int) -> FrameHeader | None:
+def header_at(device: Device, ring: Ring, segment: int, offset: int) -> FrameHeader | None:
     try:
         return read_header(ring, device, segment, offset)
     except FormatError:
         return None
 
 
-def _frame_starts(device: Device, geometry: Geometry, segment: int, offset: int) -> Iterator[int]:
+def frame_starts(device: Device, geometry: Geometry, segment: int, offset: int) -> Iterator[int]:
     step = 4 * 1024 * 1024
     magic = np.frombuffer(FrameHeader.MAGIC, np.uint8)
     for start in range(offset, geometry.segment_size, step):

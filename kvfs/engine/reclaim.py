@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import time
@@ -23,6 +24,8 @@ _EXPIRY_SECONDS = 7 * 24 * 3600
 _SCANNED_A_SECOND = 10_000 // 60
 _HOLDERS_SECONDS = 60
 _HOLDERS_NAMED = 3
+# It was removed, renamed or used since it was chosen.
+_IN_USE = (errno.ENOENT, errno.EBUSY)
 
 Perform = Callable[..., Step["Inode | None"]]
 Removed = Callable[[list[tuple[int, bytes]]], None]
@@ -38,6 +41,7 @@ class Reclaimer:
     counters: Counters
     is_on: bool
     on_removed: Removed = field(default=lambda names: None)
+    _unremovable: set[int] = field(default_factory=set)  # of which the log told
     _next_number: int | None = None
     _working: Completion[None] | None = None
     _holders_named: float = field(default=float("-inf"))
@@ -71,24 +75,38 @@ class Reclaimer:
             return False
         yield from self.units.book()
         now_ns = time.time_ns()
-        victims = yield from self.units.oldest(now_ns)
+        oldest = victims = yield from self.units.oldest(now_ns)
         gone = 0
         any_removed = False
-        for victim in victims:
-            if gone >= wanted:
-                break
-            if (yield from self.remove(victim, "the ring is full", now_ns)):
-                gone += victim.unit.stored
-                any_removed = True
+        while victims and gone < wanted:
+            for victim in victims:
+                if gone >= wanted:
+                    break
+                if (yield from self.remove(victim, "the ring is full", now_ns)):
+                    gone += victim.unit.stored
+                    any_removed = True
+            else:
+                victims = yield from self.units.oldest(now_ns, victims[-1])
         if not any_removed:
-            yield from self._name_holders(victims)
+            yield from self._name_holders(oldest)
         return any_removed
 
     def remove(self, victim: Victim, why: str, now_ns: int) -> Step[bool]:
-        """One unit, unless it is in use or pinned."""
-        units = self.units
-        if not (yield from units.is_removable(victim, now_ns)):
+        """One unit, unless it is in use or pinned. One that cannot be removed does not keep
+        the others from going."""
+        try:
+            if not (yield from self.units.is_removable(victim, now_ns)):
+                return False
+            yield from self._remove(victim, why, now_ns)
+        except OSError as failure:
+            if failure.errno not in _IN_USE and victim.ino not in self._unremovable:
+                log.error("inode %d cannot be reclaimed: %s", victim.ino, failure.strerror)
+                self._unremovable.add(victim.ino)
             return False
+        return True
+
+    def _remove(self, victim: Victim, why: str, now_ns: int) -> Step[None]:
+        units = self.units
         inode = (yield from units.state.nodes.node(victim.ino)).inode
         path = yield from units.path(victim.ino)
         tree = yield from units.state.read_tree(victim.ino)
@@ -105,10 +123,9 @@ class Reclaimer:
             now_ns, inode.parent, inode.name, victim.ino, number, json.dumps(entry).encode(),
             max(0, number - LOG_ENTRIES_MAX), tree.items,
         )  # fmt: skip
-        try:
-            yield from self.perform(op, purpose=Purpose.REMOVE)
-        except FileNotFoundError:
-            return False  # it was removed or renamed meanwhile
+        yield from self.perform(
+            op, purpose=Purpose.REMOVE, is_allowed=lambda: units.is_removable(victim, now_ns)
+        )
         self.counters.reclaimed_units += 1
         self.counters.reclaimed += victim.unit.stored
         log.info("reclaimed %s (%d bytes): %s", entry["path"], victim.unit.stored, why)
@@ -118,7 +135,6 @@ class Reclaimer:
             for _, dentry in original.entries
         ]
         self.on_removed([*names, (inode.parent, inode.name)])
-        return True
 
     def _number(self) -> Step[int]:
         if self._next_number is None:

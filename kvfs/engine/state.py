@@ -350,6 +350,8 @@ class State:
     def _drop(self, op: ops.Drop) -> Step[Done]:
         node = yield from self.files.node(op.ino)
         belongings = yield from self.names.belongings(op.ino)
+        if (yield from self._index.get(unit_key(op.ino))) is not None:
+            belongings.append(unit_key(op.ino))
         assert node.inode.nlink == 0, "an inode with names is not dropped"
 
         def done() -> None:

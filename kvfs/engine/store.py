@@ -196,6 +196,9 @@ class Store:
         # Writing the superblocks has flushed all that was replayed.
         ring.flushed = ring.position.sequence - 1
         ring.checkpointed(old.replay.sequence)
+        # What was used is noted with checkpoints only: after a crash, take it from the log.
+        for inode in self._writer.index.recent_inodes():
+            self._units.touch(inode.ino, inode.ctime_ns)
         self._buffer.begin(token)
         for record in recovered:
             self._redo(ops.unpack(record.operation), record.kept)
@@ -214,7 +217,9 @@ class Store:
         # It was prepared on this very state before it was logged, so it succeeds again.
         if isinstance(op, ops.Fork):
             self._writer.seal()
-        run(self._state.prepare(op, lambda: kept))()
+        inode = run(self._state.prepare(op, lambda: kept))()
+        if inode is not None:
+            self._units.touch(inode.ino, op.time_ns)
         self._writer.count(cost(op), len(kept.data))
 
     # -- looking
@@ -436,6 +441,7 @@ class Store:
             except BlockingIOError:
                 continue  # it grew meanwhile
             assert inode is not None
+            self._units.touch(inode.ino, op.time_ns)
             return (yield from self._state.nodes.node(inode.ino))
 
     @property
@@ -494,8 +500,14 @@ class Store:
             yield from self._drop_if_free(ino)
 
     def _perform(
-        self, op: ops.Operation, data: bytes | memoryview = b"", *, purpose: Purpose = Purpose.STORE
+        self,
+        op: ops.Operation,
+        data: bytes | memoryview = b"",
+        *,
+        purpose: Purpose = Purpose.STORE,
+        is_allowed: Callable[[], Step[bool]] | None = None,
     ) -> Step[Inode | None]:
+        """Raises EBUSY when it is no longer allowed once there is room for it."""
         writer = self._writer
         writer.check()
         if self.read_only:
@@ -507,6 +519,8 @@ class Store:
             yield from self._admit(charge, changes(op), len(data), purpose)
             if isinstance(op, ops.Fork):
                 writer.seal()
+            if is_allowed is not None and not (yield from is_allowed()):
+                raise error(errno.EBUSY)
             return (yield from self._state.prepare(op, lambda: kept))
 
         done = yield from settled(prepared)
@@ -654,7 +668,9 @@ def _load_newest(
         if reasons:
             log.warning("%s: %s; the checkpoint before was used", name, reasons[0])
         return loaded
-    raise DeviceError(f"{name}: {reasons[0]}; the index cannot be read: try kvfs fsck {name}")
+    raise DeviceError(
+        f"{name}: {reasons[0]}; the index cannot be read; repair it with: kvfs fsck {name} --repair"
+    )
 
 
 def _load(
@@ -670,7 +686,10 @@ def _load(
     extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
     state = State(index, superblock.hash_key, extent_max, options.nodes_max)
     run(state.load_counts())
-    damage = replayed.damage and f"{name} is damaged: {replayed.damage}; mounted read-only"
+    damage = replayed.damage and (
+        f"{name} is damaged: {replayed.damage}; mounted read-only; unmount it, then repair it "
+        f"with: kvfs fsck {name} --repair"
+    )
     return _Loaded(
         superblock, ring, index, state, extent_max, replayed.operation, replayed.frames, damage
     )

@@ -58,12 +58,15 @@ def read_tree(nodes: Nodes, names: Names, files: Files, root: int) -> Step[Tree]
     """What lies below an inode, itself first. Raises ENOENT; EFBIG for a tree that is too
     large to be one operation."""
     tree = Tree()
+    shared: dict[int, Known] = {}
     waiting = [root]
     while waiting:
         ino = waiting.pop()
         if ino in tree.originals:
             continue
         original = yield from _read(nodes, names, files, ino)
+        # Files that share an extent count its references in one place.
+        original.extents = [shared.setdefault(one.extent_id, one) for one in original.extents]
         tree.originals[ino] = original
         tree.slices += len(original.content.map) if original.content else 0
         if len(tree.originals) > INODES_MAX or tree.slices > SLICES_MAX:

@@ -32,7 +32,7 @@ SESSION_FILES_MAX = 1024
 _SESSION_SHARE = 16  # of the ring: one part in so many
 _PROTECTED_NS = 60 * 10**9
 _SCAN_ITEMS = 2000
-_VICTIMS = 64
+_VICTIMS = 10_000
 _USED_MAX = 100_000
 
 
@@ -76,11 +76,15 @@ class Units:
 
     # -- which unit
 
-    def unit_of(self, ino: int) -> Step[int]:
-        """The outermost session that an inode is in, or itself. Raises ENOENT."""
-        chain = yield from self.chain(ino)
-        for directory in chain:
-            if directory != ROOT_INODE and (yield from self.is_session(directory)):
+    def unit_of(self, ino: int, known: dict[int, bool] | None = None) -> Step[int]:
+        """The outermost session that an inode is in, or itself. `known` keeps, for those who
+        ask for many, which directories are sessions. Raises ENOENT."""
+        known = {} if known is None else known
+        for directory in (yield from self.chain(ino)):
+            if directory not in known:
+                is_root = directory == ROOT_INODE
+                known[directory] = not is_root and (yield from self.is_session(directory))
+            if known[directory]:
                 return directory
         return ino
 
@@ -145,25 +149,32 @@ class Units:
 
     def book(self) -> Step[None]:
         """Find the units of what was used, and note when."""
-        used, self._used = self._used, {}
+        used = dict(self._used)
         latest: dict[int, int] = {}
+        known: dict[int, bool] = {}
         for ino, used_ns in used.items():
             try:
-                unit = yield from self.unit_of(ino)
+                unit = yield from self.unit_of(ino, known)
             except FileNotFoundError:
                 continue  # it is gone
+            if not known.get(unit, True):
+                continue  # the directory of a pool is no unit
             latest[unit] = max(used_ns, latest.get(unit, 0))
         for ino, used_ns in latest.items():
             yield from self._book(ino, used_ns)
+        # Not before it is noted: whoever asks meanwhile finds it in one place or the other.
+        for ino, used_ns in used.items():
+            if self._used.get(ino) == used_ns:
+                del self._used[ino]
 
     def _book(self, ino: int, used_ns: int) -> Step[None]:
-        try:
-            stored = yield from self.stored(ino)
-            ttl = yield from self.state.names.xattr(ino, TTL_XATTR)
-        except FileNotFoundError:
-            return
         unit = yield from self.unit(ino)
         if unit.is_pool:
+            return
+        ttl = yield from self.state.names.xattr(ino, TTL_XATTR)
+        try:
+            stored = yield from self.stored(ino)
+        except FileNotFoundError:
             return
         unit = replace(
             unit,
@@ -175,9 +186,11 @@ class Units:
 
     # -- which may go
 
-    def oldest(self, now_ns: int) -> Step[list[Victim]]:
-        """The units that were not used for the longest time, oldest first."""
+    def oldest(self, now_ns: int, after: Victim | None = None) -> Step[list[Victim]]:
+        """The units that were not used for the longest time, oldest first: some of those
+        that come behind `after`, or of all. None when there are no more."""
         found: list[tuple[int, int, Unit]] = []
+        first = (after.unit.used_ns, after.ino) if after else (0, 0)
         self.removable = 0
         cursor = 0
         while True:
@@ -185,11 +198,12 @@ class Units:
             for ino, unit in batch:
                 if not unit.is_pool and unit.used_ns < now_ns - _PROTECTED_NS:
                     self.removable += unit.stored
-                    heapq.heappush(found, (-unit.used_ns, ino, unit))
+                    if (unit.used_ns, ino) > first:
+                        heapq.heappush(found, (-unit.used_ns, -ino, unit))
                     if len(found) > _VICTIMS:
                         heapq.heappop(found)
             if len(batch) < _SCAN_ITEMS:
-                return [Victim(ino, unit) for _, ino, unit in sorted(found, reverse=True)]
+                return [Victim(-ino, unit) for _, ino, unit in sorted(found, reverse=True)]
             cursor = batch[-1][0] + 1
 
     def expired(self, now_ns: int, limit: int, default_ttl_s: int) -> Step[list[Victim]]:
@@ -235,8 +249,17 @@ class Units:
         return [Session(path, node.inode.uid, unit.stored, unit.used_ns, unit.ttl_s, pinned)]
 
     def is_removable(self, victim: Victim, now_ns: int) -> Step[bool]:
-        """Neither pinned nor open nor just used. A unit that is gone is forgotten."""
+        """Neither pinned nor open nor used since it was chosen. What is gone or no unit any
+        longer is forgotten."""
+        if (yield from self.unit(victim.ino)).used_ns > victim.unit.used_ns:
+            return False
+        known: dict[int, bool] = {}
         try:
+            if (yield from self.unit_of(victim.ino, known)) != victim.ino or not known.get(
+                victim.ino, True
+            ):
+                self.index.apply([(unit_key(victim.ino), None)])
+                return False
             if (yield from self.is_pinned(victim.ino)):
                 return False
             members = set((yield from self._members(victim.ino)))

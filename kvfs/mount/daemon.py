@@ -173,6 +173,9 @@ async def _tick(store: Store, filesystem: Filesystem) -> None:
             await drive(store.tick(), None)
         except OSError as failure:
             log.error("periodic write-back: %s", failure)
+        except Exception:
+            # A fault of ours in one tick: the requests of others go on, and so does the next.
+            log.exception("periodic write-back")
 
 
 async def _stop_on_signal() -> None:

@@ -39,6 +39,10 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_RECORD = round_up(OplogChunkHeader.SIZE, OPLOG_ALIGN)
 
 
+def current_boot() -> str:
+    return _BOOT_ID.read_text().strip()
+
+
 @dataclass(slots=True)
 class _Chunk:
     """A mapped chunk file. `last` is the sequence of its last record."""
@@ -60,7 +64,7 @@ class OperationLog:
 
     directory: Path
     limit: int
-    boot: str = field(default_factory=lambda: _BOOT_ID.read_text().strip())
+    boot: str = field(default_factory=current_boot)
     _uuid: bytes = b""
     _token: bytes = b""
     _used: deque[_Chunk] = field(default_factory=deque)
@@ -75,11 +79,8 @@ class OperationLog:
         return home
 
     def left_at(self, home: bytes) -> str | None:
-        boot, _, name = home.partition(b" ")
-        directory = Path(os.fsdecode(name))
-        if boot != self.boot.encode() or directory == self.directory or not directory.is_dir():
-            return None
-        return str(directory) if any(directory.iterdir()) else None
+        directory = log_at(home, self.boot)
+        return None if directory in (None, self.directory) else str(directory)
 
     def open(self, uuid: bytes, token: bytes, sequence: int) -> Iterator[BufferedOperation]:
         self._make_directory()
@@ -203,6 +204,15 @@ class OperationLog:
     def _discard(self, chunk: _Chunk) -> None:
         # Views of it may still be in use: the memory goes with the last of them.
         chunk.path.unlink(missing_ok=True)
+
+
+def log_at(home: bytes, boot: str) -> Path | None:
+    """The directory of a log, if it was made in this boot and something is left in it."""
+    made_in, _, name = home.partition(b" ")
+    directory = Path(os.fsdecode(name))
+    if made_in != boot.encode() or not directory.is_dir():
+        return None
+    return directory if any(directory.iterdir()) else None
 
 
 def _map_existing(path: Path) -> _Chunk | None:

@@ -149,6 +149,24 @@ def test_forks_of_forks_survive_cleaning(bench: Bench, session: int) -> None:
         assert content(bench, copy, b"layer.000") == expected
 
 
+def test_a_tree_whose_files_share_bytes_is_forked_and_removed(staged: Bench) -> None:
+    top = staged.make(b"top", mode=DIRECTORY)
+    first = staged.make(b"first", parent=top, mode=DIRECTORY)
+    staged.write(staged.make(b"layer", parent=first), noise(200_000))
+    fork(staged, first, b"second")
+    staged.settle()
+    copy = fork(staged, staged.find(b"top"))
+    run(staged.store.sync())
+    audit(staged.store)
+    top = staged.find(b"top")
+    for directory in (staged.find(b"first", top), staged.find(b"second", top)):
+        run(staged.store.unlink(directory, b"layer"))
+    run(staged.store.unlink(staged.find(b"first", copy), b"layer"))
+    run(staged.store.sync())
+    audit(staged.store)
+    assert content(staged, staged.find(b"second", copy), b"layer") == noise(200_000)
+
+
 def test_what_cannot_be_forked(bench: Bench) -> None:
     ino = bench.make(b"session", mode=DIRECTORY)
     file = bench.make(b"file")

@@ -5,17 +5,22 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from unittest.mock import patch
 
 import pytest
 
 from kvfs.engine import reclaim as reclaim_module
 from kvfs.engine import store as store_module
+from kvfs.engine import subtree
+from kvfs.engine import units as units_module
 from kvfs.engine import writer as writer_module
+from kvfs.engine.format import TABLE_UNITS
 from kvfs.engine.io import run
 from kvfs.engine.units import Units
 from tests.crash.machine import Clock
-from tests.engine.audit import audit
+from tests.engine.audit import audit, committed
+from tests.engine.deferred import DeferredExecutor
 from tests.engine.kit import DIRECTORY, MIB, Bench, failure_of, new_device, noise
 
 DAY = 24 * 3600
@@ -182,12 +187,123 @@ def fill_until_full(bench: Bench):  # type: ignore[no-untyped-def]
 
 def test_without_reclaim_a_full_ring_is_full(tmpfs: Path, clock: Clock) -> None:
     options = store_module.StoreOptions(reclaim=False, uid=0, gid=0)
-    with patch("tests.engine.kit.OPTIONS", options):
-        bench = Bench(tmpfs, new_device(segments=24))
+    bench = Bench(tmpfs, new_device(segments=24), options=options)
     fill(bench, clock, 12)
     pass_time(bench, clock, 30 * DAY)
     assert failure_of(fill_until_full(bench)) == errno.ENOSPC
     assert len(bench.names()) == 13
+
+
+def test_many_that_are_pinned_do_not_hide_those_that_may_go(ring: Bench, clock: Clock) -> None:
+    with patch.object(units_module, "_VICTIMS", 10):
+        for number in range(25):
+            ino = session(ring, b"pinned-%03d" % number, 1000)
+            run(ring.store.set_xattr(ino, b"user.kvfs.pin", b"1"))
+            pass_time(ring, clock, 1)
+        fill(ring, clock, 40)
+    gone = [path for path, _ in entries(ring)]
+    assert gone == [f"session-{number:03}" for number in range(len(gone))] != []
+    assert len(ring.names()) == 25 + 40 - len(gone)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_was_used_before_a_crash_may_go(ring: Bench, clock: Clock, is_written: bool) -> None:
+    for number in range(20):
+        session(ring, b"session-%03d" % number)
+        clock.now += 60
+    if is_written:
+        run(ring.store.sync())
+    ring.open()
+    clock.now += 600
+    for number in range(8):
+        session(ring, b"other-%03d" % number)
+    gone = [path for path, _ in entries(ring)]
+    assert gone == [f"session-{number:03}" for number in range(len(gone))] != []
+    assert "" not in [one.path for one in run(units(ring).sessions())], "the root is no session"
+
+
+def test_a_fork_was_used_when_it_was_made(ring: Bench, clock: Clock) -> None:
+    ino = session(ring, b"session")
+    pass_time(ring, clock, 600)
+    run(ring.store.fork(ino, b"fork"))
+    run(ring.store.tick())
+    assert [one.path for one in run(units(ring).sessions())] == ["fork", "session"]
+
+
+def test_one_that_is_too_large_to_go_at_once_does_not_keep_others(
+    ring: Bench, clock: Clock
+) -> None:
+    with patch.object(subtree, "INODES_MAX", 8):
+        large, other = session(ring, b"large", 1000), session(ring, b"other", 1000)
+        for number in range(10):
+            ring.make(b"%d" % number, parent=large)
+        for ino in (large, other):
+            run(ring.store.set_xattr(ino, b"user.kvfs.ttl", b"50"))
+        pass_time(ring, clock, 100)
+        run(ring.store.tick())
+        assert ring.names() == [b"large"]
+        fill(ring, clock, 24)
+    assert b"large" in ring.names()
+    assert len(entries(ring)) > 1
+
+
+def test_the_directory_of_a_pool_is_no_unit(ring: Bench, clock: Clock) -> None:
+    before = ring.make(b"before", mode=DIRECTORY)
+    ring.make(b"file", parent=before)
+    pass_time(ring, clock, 10)
+    for name in (b"before", b"pool"):
+        ino = before if name == b"before" else ring.make(name, mode=DIRECTORY)
+        run(ring.store.set_xattr(ino, b"user.kvfs.unit", b"pool"))
+    for number in range(40):
+        parent = (before, ino)[number % 2]
+        ring.write(ring.make(b"file-%03d" % number, parent=parent), noise(MIB, number))
+        pass_time(ring, clock, 30)
+    gone = [path for path, _ in entries(ring)]
+    assert len(gone) > 5
+    assert {"before", "pool"}.isdisjoint(gone)
+    assert len(ring.names(before) + ring.names(ino)) == 41 - len(gone)
+
+
+def test_nothing_is_left_of_units_that_were_removed(ring: Bench, clock: Clock) -> None:
+    for number in range(50):
+        ring.write(ring.make(b"%d" % number), b"x")
+    session(ring, b"session")
+    pass_time(ring, clock, 100)
+    run(ring.store.checkpoint())
+    for number in range(50):
+        run(ring.store.unlink(1, b"%d" % number))
+    run(ring.store.tick())
+    run(ring.store.checkpoint())
+    kept = [key for key, _ in committed(ring.store) if key[0] == TABLE_UNITS]
+    assert len(kept) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_opened_meanwhile_stays(tmpfs: Path, clock: Clock, seed: int) -> None:
+    """However far its removal has come: it goes whole before, or stays whole."""
+    device = new_device(segments=32)
+    executor = DeferredExecutor(device, Random(seed))
+    ring = Bench(tmpfs, device)
+    inos = [session(ring, b"session-%d" % number, 300_000) for number in range(6)]
+    for ino in inos:
+        run(ring.store.set_xattr(ino, b"user.kvfs.ttl", b"50"))
+    run(ring.store.close())
+    ring.make_executor = lambda: executor
+    store = ring.open()
+    clock.now += 100
+    task = executor.begin(store.tick())
+    layers = [executor.begin(store.lookup(ino, b"layer.000")) for ino in inos]
+    opened = []
+    while not task.done:
+        executor.happen()
+        for layer in layers:
+            if layer.done and layer not in opened and layer.completion.error is None:
+                opened.append(layer)
+                store.opened(layer.completion.result().inode.ino)
+    executor.settle()
+    for layer in opened:
+        ino = layer.completion.result().inode.ino
+        assert len(executor.run(store.read(ino, 0, MIB))) == 300_000
 
 
 # -- expiry ------------------------------------------------------------------------------
@@ -277,6 +393,26 @@ def test_a_file_that_is_linked_elsewhere_lives_on(ring: Bench, clock: Clock) -> 
     mine = ring.find(b"mine", keep)
     assert run(ring.store.node(mine)).inode.nlink == 1
     assert ring.read(mine) == noise(MIB, 7)
+    run(ring.store.sync())
+    audit(ring.store)
+
+
+@pytest.mark.parametrize("stage", ["buffered", "reopened", "killed"])
+def test_a_session_whose_files_share_bytes_goes_with_them(
+    ring: Bench, clock: Clock, stage: str
+) -> None:
+    ino = session(ring, b"session")
+    first = ring.make(b"first", parent=ino, mode=DIRECTORY)
+    ring.write(ring.make(b"layer", parent=first), noise(200_000))
+    run(ring.store.fork(first, b"second"))
+    run(ring.store.set_xattr(ino, b"user.kvfs.ttl", b"100"))
+    pass_time(ring, clock, 10)
+    run(ring.store.checkpoint())
+    ring.stage = stage
+    ring.settle()
+    pass_time(ring, clock, 200)
+    run(ring.store.tick())
+    assert ring.names() == []
     run(ring.store.sync())
     audit(ring.store)
 
