@@ -78,11 +78,22 @@ class Units:
 
     def unit_of(self, ino: int) -> Step[int]:
         """The outermost session that an inode is in, or itself. Raises ENOENT."""
-        chain = yield from self.chain(ino)
-        for directory in chain:
-            if directory != ROOT_INODE and (yield from self.is_session(directory)):
-                return directory
-        return ino
+        return (yield from self._unit_of(ino, {}))
+
+    def _unit_of(self, ino: int, known: dict[int, int | None]) -> Step[int]:
+        """`known` are the sessions that directories are in: to find one looks at all of it,
+        which is not done again for each of its files."""
+        node = yield from self.state.nodes.node(ino)
+        directory = ino if node.is_directory else node.inode.parent
+        if directory not in known:
+            known[directory] = yield from self._outermost_session(directory)
+        return known[directory] or ino
+
+    def _outermost_session(self, directory: int) -> Step[int | None]:
+        for above in (yield from self.chain(directory)):
+            if above != ROOT_INODE and (yield from self.is_session(above)):
+                return above
+        return None
 
     def chain(self, ino: int) -> Step[list[int]]:
         """The directories that lead to an inode, from the root on; itself if it is one."""
@@ -147,9 +158,10 @@ class Units:
         """Find the units of what was used, and note when."""
         used, self._used = self._used, {}
         latest: dict[int, int] = {}
+        known: dict[int, int | None] = {}
         for ino, used_ns in used.items():
             try:
-                unit = yield from self.unit_of(ino)
+                unit = yield from self._unit_of(ino, known)
             except FileNotFoundError:
                 continue  # it is gone
             latest[unit] = max(used_ns, latest.get(unit, 0))
