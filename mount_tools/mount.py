@@ -139,6 +139,13 @@ def mount(
     _report(mountpoint, read_stats(mountpoint), log_path)
 
 
+_RECLAIM = (
+    "when it is full, sessions go that were unused for longest, never pinned ones "
+    "(see kvfs log; --no-reclaim for ENOSPC instead)"
+)
+_NO_RECLAIM = "when it is full, writes fail with ENOSPC: nothing is reclaimed"
+
+
 # -- checks
 
 
@@ -306,3 +313,5 @@ def _report(mountpoint: Path, stats: Stats, log_file: Path) -> None:
         f"mounted {stats.source} on {mountpoint}{mode}: {format_size(stats.total)}, "
         f"{format_size(stats.free)} free; log {log_file}"
     )
+    if not stats.read_only:
+        print(_RECLAIM if stats.document["reclaim"] else _NO_RECLAIM)

@@ -15,6 +15,7 @@ _USAGE, _FAILURE = 1, 32
 
 # Options of `kvfs mount` that a line of fstab may set as NAME=VALUE.
 _SETTINGS = ("warm-dir", "warm", "log", "deadline", "checkpoint")
+_SWITCHES = {"reclaim": "--reclaim", "noreclaim": "--no-reclaim"}
 
 # What mount(8), systemd and the kernel keep for themselves, or what holds anyway.
 _FOR_OTHERS = {
@@ -42,7 +43,8 @@ def mount_kvfs(
         typer.Option(
             "-o",
             metavar="OPTION,...",
-            help=f"As of `kvfs mount`, and {', '.join(f'{name}=VALUE' for name in _SETTINGS)}.",
+            help=f"As of `kvfs mount`, {', '.join(_SWITCHES)}, and "
+            f"{', '.join(f'{name}=VALUE' for name in _SETTINGS)}.",
         ),
     ] = None,
     fake: Annotated[bool, typer.Option("-f", help="Check the options, mount nothing.")] = False,
@@ -64,6 +66,8 @@ def mount_kvfs(
         name, assigned, _ = word.partition("=")
         if assigned and name in _SETTINGS:
             settings.append(f"--{word}")
+        elif word in _SWITCHES:
+            settings.append(_SWITCHES[word])
         elif word == "remount":
             raise typer.BadParameter("-o remount is the kernel's alone: call mount with -i")
         elif not _is_for_others(word) and (is_known(word) or not sloppy):

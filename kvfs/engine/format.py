@@ -234,6 +234,11 @@ class Superblock:
         return replace(self, generation=self.generation + 1, **changes)  # type: ignore[arg-type]
 
     @property
+    def durable(self) -> int:
+        """Frames with a lower sequence were flushed when this was written."""
+        return max(self.replay.sequence, self.epoch_start)
+
+    @property
     def address(self) -> int:
         """The slot that this generation is written to, in bytes from the start."""
         return SUPERBLOCK_ADDRESSES[self.generation % len(SUPERBLOCK_ADDRESSES)]

@@ -115,13 +115,16 @@ class Replayed:
     damage: str | None
 
 
-def replay(device: Device, ring: Ring, index: Index, superblock: Superblock) -> Replayed:
+def replay(
+    device: Device, ring: Ring, index: Index, superblock: Superblock, durable: int
+) -> Replayed:
     """Apply all whole commit units from the ring's position on, and leave the ring's
-    head behind the last. A unit without its end never happened. Raises OSError."""
+    head behind the last. A unit without its end never happened. Frames before the
+    sequence `durable` were flushed. Raises OSError."""
     operation, frames = superblock.operation, 0
     unit: list[Frame] = []
     end = ring.position
-    for frame in _frames(device, ring, superblock):
+    for frame in _frames(device, ring, superblock, durable):
         unit.append(frame)
         end = ring.position_after(frame.header)
         if not frame.header.flags & FrameFlag.CONTINUES:
@@ -148,10 +151,10 @@ def _redo(index: Index, ring: Ring, unit: list[Frame]) -> Step[None]:
     apply_unit(index, ring, extents, items, dead)
 
 
-def _frames(device: Device, ring: Ring, superblock: Superblock) -> Iterator[Frame]:
+def _frames(device: Device, ring: Ring, superblock: Superblock, durable: int) -> Iterator[Frame]:
     position: Position | None = ring.position
     while position is not None:
-        frame = _frame_at(device, ring, position, superblock)
+        frame = _frame_at(device, ring, position, superblock, durable)
         position = None
         if frame is not None:
             position = ring.position_after(frame.header)
@@ -159,7 +162,7 @@ def _frames(device: Device, ring: Ring, superblock: Superblock) -> Iterator[Fram
 
 
 def _frame_at(
-    device: Device, ring: Ring, position: Position, superblock: Superblock
+    device: Device, ring: Ring, position: Position, superblock: Superblock, durable: int
 ) -> Frame | None:
     """The frame that follows, in this segment or at the start of the next. An older
     epoch's frame, once found torn, must not come back by what was written over it."""
@@ -172,7 +175,7 @@ def _frame_at(
             )
             is_stale = header.sequence >= superblock.epoch_start and header.epoch < superblock.epoch
             if follows and not is_stale:
-                return read_frame(device, header)
+                return read_frame(device, header, is_durable=header.sequence < durable)
         except FormatError:
             continue
     return None

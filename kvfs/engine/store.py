@@ -50,7 +50,7 @@ from kvfs.engine.reclaim import Reclaimer
 from kvfs.engine.ring import Geometry, Ring
 from kvfs.engine.space import Purpose, Space, changes, cost
 from kvfs.engine.state import CODEC_XATTR, Done, State
-from kvfs.engine.superblocks import read_superblocks, write_superblock
+from kvfs.engine.superblocks import Superblocks, read_superblocks, write_superblock
 from kvfs.engine.units import Units
 from kvfs.engine.writer import ID_WINDOW, Counters, Writer
 
@@ -147,11 +147,7 @@ class Store:
         log is damaged the store is read-only and `damage` says why.
         """
         superblocks = read_superblocks(device, name)
-        try:
-            loaded = _load(device, name, superblocks.newest, options)
-        except (FormatError, OSError) as fault:
-            reason = getattr(fault, "filename", None) or fault
-            raise DeviceError(f"{name}: {reason}; the index cannot be read") from None
+        loaded = _load_newest(device, name, superblocks, options)
         store = cls(device, executor, buffer, options, loaded)
         _check_no_log_elsewhere(superblocks.newest, buffer, name)
         store._make_root()
@@ -642,14 +638,35 @@ class _Loaded:
     damage: str | None
 
 
-def _load(device: Device, name: str, superblock: Superblock, options: StoreOptions) -> _Loaded:
+def _load_newest(
+    device: Device, name: str, superblocks: Superblocks, options: StoreOptions
+) -> _Loaded:
+    """From the newest checkpoint that can be read. Raises DeviceError."""
+    reasons = []
+    for start in superblocks.starting_points():
+        try:
+            loaded = _load(device, name, start, superblocks.newest.durable, options)
+            if loaded.ring.position.sequence < superblocks.newest.replay.sequence:
+                raise FormatError("the log does not lead to the newest checkpoint")
+        except (FormatError, OSError) as fault:
+            reasons.append(str(getattr(fault, "filename", None) or fault))
+            continue
+        if reasons:
+            log.warning("%s: %s; the checkpoint before was used", name, reasons[0])
+        return loaded
+    raise DeviceError(f"{name}: {reasons[0]}; the index cannot be read: try kvfs fsck {name}")
+
+
+def _load(
+    device: Device, name: str, superblock: Superblock, durable: int, options: StoreOptions
+) -> _Loaded:
     """Raises FormatError when the checkpoint is not what was written, OSError."""
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
     ring = Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
     checkpoint = journal.read_checkpoint(device, superblock.checkpoint, ring)
     # While the store is opened, reads wait in place.
     index = Index(NodeCache(device, InlineExecutor(), ring, options.index_cache_size), checkpoint)
-    replayed = journal.replay(device, ring, index, superblock)
+    replayed = journal.replay(device, ring, index, superblock, durable)
     extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
     state = State(index, superblock.hash_key, extent_max, options.nodes_max)
     run(state.load_counts())

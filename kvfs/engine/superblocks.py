@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvfs.engine.buffers import aligned
 from kvfs.engine.device import Device, DeviceError, read_bytes
@@ -62,11 +62,32 @@ def format_device(device: Device, segment_size: int, *, uuid: bytes | None = Non
 
 @dataclass(frozen=True, slots=True)
 class Superblocks:
-    """The newest valid superblock, and whether the other slot could not be read: that
-    one may have been newer."""
+    """The valid superblocks, the newest first. Where there is only one, the other may have
+    been newer."""
 
-    newest: Superblock
-    one_is_lost: bool
+    valid: tuple[Superblock, ...]
+
+    @property
+    def newest(self) -> Superblock:
+        return self.valid[0]
+
+    @property
+    def one_is_lost(self) -> bool:
+        return len(self.valid) < len(SUPERBLOCK_ADDRESSES)
+
+    def starting_points(self) -> list[Superblock]:
+        """The newest; and the same with the checkpoint before, from which a longer part of
+        the log leads to the same state."""
+        checkpoints = [
+            replace(
+                self.newest,
+                checkpoint=block.checkpoint,
+                replay=block.replay,
+                operation=block.operation,
+            )
+            for block in self.valid
+        ]
+        return list(dict.fromkeys(checkpoints))
 
 
 def read_superblocks(device: Device, name: str) -> Superblocks:
@@ -88,13 +109,14 @@ def read_superblocks(device: Device, name: str) -> Superblocks:
             f"{name}: {reason}; if nothing on it is needed, format it with: "
             f"kvfs mkfs {name} --force"
         )
-    newest = max(found, key=lambda superblock: superblock.generation)
+    found.sort(key=lambda superblock: superblock.generation, reverse=True)
+    newest = found[0]
     if newest.device_size > device.size:
         raise DeviceError(
             f"{name} is cut: it was formatted with {newest.device_size} bytes and has "
             f"{device.size}; restore its full size before mounting"
         )
-    return Superblocks(newest, one_is_lost=bool(reasons))
+    return Superblocks(tuple(found))
 
 
 def write_superblock(device: Device, superblock: Superblock) -> None:

@@ -151,6 +151,7 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "uuid": str(UUID(bytes=superblock.uuid)),
         "epoch": superblock.epoch,
         "read_only": store.read_only,
+        "reclaim": mounted.config.store.reclaim,
         "damage": store.damage,
         "failure": store.failure,
         "space": asdict(store.usage()),

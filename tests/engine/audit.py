@@ -191,7 +191,7 @@ def check_slots(store: Store) -> None:
         places = [superblock.checkpoint, *checkpoint.bitmap, *tree_places(nodes, checkpoint)]
         places += extents_of(nodes, checkpoint)
         addresses = [place.address for place in places if place.stored]
-        frames = list(journal._frames(device, log, superblock))
+        frames = list(journal._frames(device, log, superblock, superblock.durable))
         addresses += [frame.header.address for frame in frames]
         needed = {ring.geometry.segment(needed) for needed in addresses}
         assert not needed & free, "a segment that a superblock needs may be overwritten"

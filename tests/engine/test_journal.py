@@ -21,10 +21,12 @@ from kvfs.engine.format import (
     FrameFlag,
     FrameHeader,
     RecordHeader,
+    Superblock,
 )
 from kvfs.engine.io import run
 from kvfs.engine.ring import Geometry, read_header
 from kvfs.engine.store import Store
+from tests.engine.audit import audit
 from tests.engine.kit import FILE, MIB, Bench, flip, frames_written, new_device, noise, wipe
 from tests.support.devices import RecordingDevice
 
@@ -390,20 +392,45 @@ def test_an_older_checkpoint_and_replay_give_the_same(bench: Bench) -> None:
     assert files(store) == expected(b"a", b"b", b"c")
 
 
-def test_a_damaged_checkpoint_is_refused(bench: Bench) -> None:
+def test_where_both_checkpoints_are_damaged_the_ring_is_refused(bench: Bench) -> None:
     image = closed_with_files(bench)
-    flip(image, bench.store.superblock.checkpoint.address)
+    for address in SUPERBLOCK_ADDRESSES:
+        superblock = Superblock.unpack(image[address : address + BLOCK])
+        if superblock.checkpoint.stored:
+            flip(image, superblock.checkpoint.address)
+        else:
+            wipe(image, address)
     with pytest.raises(DeviceError, match="fails its checksum; the index"):
         bench.open_image(image)
 
 
-def test_a_checkpoint_write_that_was_lost_is_refused(bench: Bench) -> None:
-    """What lay there before is whole in itself; the pointer to it has another checksum."""
+def test_where_the_newest_checkpoint_is_damaged_the_one_before_leads_to_the_same_state(
+    bench: Bench,
+) -> None:
+    for number in range(3):
+        bench.write(bench.make(b"%d" % number), noise(100_000, number))
+        run(bench.store.checkpoint())
+    bench.write(bench.make(b"later"), noise(50_000))
+    run(bench.store.sync())
+    image = bytearray(bench.device.image)
+    flip(image, bench.store.superblock.checkpoint.address + 8)
+    store = bench.open_image(image)
+    assert sorted(entry.name for _, entry in run(store.list_directory(1, 0, 100))) == [
+        b"0", b"1", b"2", b"later",
+    ]  # fmt: skip
+    for number in range(3):
+        ino = run(store.lookup(1, b"%d" % number)).inode.ino
+        assert bytes(run(store.read(ino, 0, 100_000))) == noise(100_000, number)
+    run(store.sync())
+    audit(store)
+
+
+def test_a_checkpoint_write_that_was_lost_is_not_taken_for_one(bench: Bench) -> None:
+    """What lay there before is whole in itself; the pointer to it has another checksum. The
+    checkpoint before it leads to the same."""
     image = closed_with_files(bench)
-    pointer = bench.store.superblock.checkpoint
-    wipe(image, pointer.address)
-    with pytest.raises(DeviceError, match="fails its checksum; the index"):
-        bench.open_image(image)
+    wipe(image, bench.store.superblock.checkpoint.address)
+    assert files(reopened(bench, image)) == expected(b"a", b"b", b"c")
 
 
 @settings(

@@ -45,10 +45,13 @@ def test_files_survive_unmount_and_mount(mounted: Mounter) -> None:
 
 
 def test_what_was_mounted_is_told(mounter: Mounter) -> None:
-    (line,) = mounter.mount().stdout.splitlines()
+    line, policy = mounter.mount().stdout.splitlines()
+    assert "unused for longest" in policy
     assert line.startswith(f"mounted {mounter.image} on {mounter.mountpoint}: ")
     assert line.endswith(f" free; log {mounter.log}")
     assert mounter.umount().stdout == f"unmounted {mounter.mountpoint}\n"
+    _, policy = mounter.mount("--no-reclaim").stdout.splitlines()
+    assert "nothing is reclaimed" in policy
 
 
 def test_relative_paths_and_links_are_followed(mounter: Mounter) -> None:
