@@ -30,7 +30,7 @@ from kvfs.engine.store import Store
 from kvfs.engine.superblocks import format_device
 from kvfs.tiers.oplog import OperationLog
 from tests.engine.audit import audit
-from tests.engine.kit import FILE, MIB, OPTIONS, noise
+from tests.engine.kit import FILE, MIB, OPTIONS, new_device, noise
 from tests.engine.test_writer import DeferredBench, make_deferred
 
 T = TypeVar("T")
@@ -241,7 +241,7 @@ def give_up(bench: DeferredBench, step: Step[Any]) -> None:
 def test_an_unlink_that_was_done_is_not_told_as_a_failure(tmpfs: Path) -> None:
     """The name is gone once that is in the log. Freeing the file is another operation,
     which may have to wait for room; who gives up on that has unlinked all the same."""
-    bench = make_deferred(tmpfs, 1)
+    bench = make_deferred(tmpfs, 1, new_device(segments=32))
     bench.store._buffer.limit = 8 * MIB  # type: ignore[attr-defined]
     ino = bench.make_file(b"file")
     bench.go(bench.store.write(ino, 0, noise(MIB) * 7))

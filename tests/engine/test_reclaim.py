@@ -182,8 +182,7 @@ def fill_until_full(bench: Bench):  # type: ignore[no-untyped-def]
 
 def test_without_reclaim_a_full_ring_is_full(tmpfs: Path, clock: Clock) -> None:
     options = store_module.StoreOptions(reclaim=False, uid=0, gid=0)
-    with patch("tests.engine.kit.OPTIONS", options):
-        bench = Bench(tmpfs, new_device(segments=24))
+    bench = Bench(tmpfs, new_device(segments=24), options=options)
     fill(bench, clock, 12)
     pass_time(bench, clock, 30 * DAY)
     assert failure_of(fill_until_full(bench)) == errno.ENOSPC
