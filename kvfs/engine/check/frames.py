@@ -50,12 +50,13 @@ def new_ring(superblock: Superblock) -> Ring:
     return Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
 
 
-def read_log(device: Device, superblock: Superblock) -> Log:
+def read_log(device: Device, superblock: Superblock, durable: int) -> Log:
     """All that replay would apply; and where that ends at a frame that had been flushed,
-    what is whole of the frames that had been flushed behind it. Raises OSError."""
+    what is whole of the frames that had been flushed behind it. Those before the sequence
+    `durable` had been flushed in any case. Raises OSError."""
     ring = new_ring(superblock)
     log = Log(superblock.replay, superblock.operation, superblock.replay.sequence - 1)
-    reached = _read_units(device, ring, superblock, log)
+    reached = _read_units(device, ring, superblock, log, durable)
     if superblock.flags & SuperblockFlag.CLEAN:
         return log
     damage = journal.damage_behind(device, ring, reached)
@@ -63,16 +64,18 @@ def read_log(device: Device, superblock: Superblock) -> Log:
         log.is_damaged = True
         log.findings.append(Finding("log", damage))
         ring.position = _read_beyond(device, ring, superblock, log, reached.sequence)
-        _read_units(device, ring, superblock, log)
+        _read_units(device, ring, superblock, log, durable)
     return log
 
 
-def _read_units(device: Device, ring: Ring, superblock: Superblock, log: Log) -> Position:
+def _read_units(
+    device: Device, ring: Ring, superblock: Superblock, log: Log, durable: int
+) -> Position:
     """The whole commit units from the ring's position on. Returns where the last whole frame
     ends, which may be one of a unit that is not whole."""
     unit: list[Frame] = []
     reached = ring.position
-    for frame in journal.frames_behind(device, ring, superblock, superblock.durable):
+    for frame in journal.frames_behind(device, ring, superblock, durable):
         unit.append(frame)
         reached = ring.position_after(frame.header)
         if not frame.header.flags & FrameFlag.CONTINUES:

@@ -66,7 +66,7 @@ class Loaded:
 def load(device: Device, slots: Slots) -> Loaded:
     """Raises OSError."""
     base = read_base(device, slots.newest)
-    log = read_log(device, slots.newest)
+    log = read_log(device, slots.newest, slots.newest.durable)
     items, gaps = dict(base.trees.items), base.trees.gaps
     if gaps and slots.older is not None:
         gaps = _fill(device, items, gaps, slots.older, slots.newest)
@@ -109,7 +109,7 @@ def _fill(
 ) -> Gaps:
     """Fill gaps with what the older slot leads to: its trees, and the log between the two
     checkpoints, if that is whole. Returns the gaps that are left."""
-    base, log = read_base(device, older), read_log(device, older)
+    base, log = read_base(device, older), read_log(device, older, newest.durable)
     between = [f for f in log.frames if f.header.sequence < newest.replay.sequence]
     if not between or len(between) != newest.replay.sequence - older.replay.sequence:
         return gaps
@@ -124,7 +124,8 @@ def needed_by(device: Device, slots: Slots) -> set[int]:
     needed: set[int] = set()
     for superblock in (slots.newest, slots.older):
         if superblock is not None:
-            needed |= _segments(read_base(device, superblock), read_log(device, superblock))
+            log = read_log(device, superblock, slots.newest.durable)
+            needed |= _segments(read_base(device, superblock), log)
     return needed
 
 
