@@ -73,7 +73,8 @@ class Index:
                     return found
             root = self._root(key)
             value = yield from btree.get(self.nodes, root, key)
-            if root == self._root(key) and key not in self._recent:
+            # What came meanwhile may have moved on to where the next checkpoint takes it from.
+            if root == self._root(key) and not (key in self._recent or key in self._merging):
                 return value
 
     def scan(self, low: bytes, high: bytes = KEY_END, limit: int = 1 << 62) -> Step[list[Item]]:
