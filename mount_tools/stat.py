@@ -21,7 +21,6 @@ from mount_tools.common import (
     print_facts,
     print_json,
     print_table,
-    warn,
 )
 from mount_tools.mountpoints import read_stats
 from mount_tools.sessions import (
@@ -168,7 +167,6 @@ class LayerFile:
     tokens: int | None
     first_values: dict[str, list[float]]
     extents: list[dict[str, Any]]
-    extents_cut: bool
 
 
 def _show_file(path: Path, with_extents: bool, json_output: bool) -> None:
@@ -177,7 +175,7 @@ def _show_file(path: Path, with_extents: bool, json_output: bool) -> None:
         document = asdict(layer) | {"path": str(path), "kind": "file"}
         document["ratio"] = ratio(layer.size, layer.stored)
         if not with_extents:
-            del document["extents"], document["extents_cut"]
+            del document["extents"]
         print_json(document)
         return
     print_facts(_file_facts(layer))
@@ -185,14 +183,11 @@ def _show_file(path: Path, with_extents: bool, json_output: bool) -> None:
         print()
         rows = [[str(extent[column]) for column in _EXTENT_COLUMNS] for extent in layer.extents]
         print_table(_EXTENT_COLUMNS, rows, ("offset", "length", "stored", "address"))
-        if layer.extents_cut:
-            warn(f"{path} has more extents than an extended attribute holds: the list is cut")
 
 
 def _read_file(path: Path) -> LayerFile:
     status = path.stat()
-    listed = json.loads(read_xattr(path, "extents") or "[]")
-    extents = [extent for extent in listed if "truncated" not in extent]
+    extents = list(_extents(path))
     dtype, shape = read_xattr(path, "dtype"), _parse_shape(read_xattr(path, "shape"))
     row_bytes = _row_bytes(dtype, shape)
     return LayerFile(
@@ -206,7 +201,6 @@ def _read_file(path: Path) -> LayerFile:
         tokens=status.st_size // row_bytes if row_bytes else None,
         first_values=_first_values(path, dtype, shape),
         extents=extents,
-        extents_cut=len(extents) < len(listed),
     )
 
 
@@ -291,3 +285,16 @@ def _size_facts(size: int, stored: int) -> Iterator[tuple[str, str]]:
 def _ratio_text(size: int, stored: int) -> str:
     shrunk = ratio(size, stored)
     return "-" if shrunk is None else f"{shrunk:.2f}"
+
+
+def _extents(path: Path) -> Iterator[dict[str, Any]]:
+    """All of a file's: an extended attribute holds so many, and says where to go on."""
+    start: int | None = 0
+    while start is not None:
+        listed = json.loads(read_xattr(path, f"extents.{start}") or "[]")
+        start = None
+        for extent in listed:
+            if "truncated" in extent:
+                start = extent["next"]
+            else:
+                yield extent

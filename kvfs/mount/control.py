@@ -45,8 +45,9 @@ _FIRST_FILE = CONTROL_INODE + 1
 
 def read_xattr(store: Store, ino: int, name: bytes) -> Step[bytes]:
     """The value of an xattr. Raises ENODATA."""
-    if name == PREFIX + b"extents":
-        return (yield from _extents(store, ino))
+    what, _, start = name.removeprefix(PREFIX).partition(b".")
+    if name.startswith(PREFIX) and what == b"extents" and (not start or start.isdigit()):
+        return (yield from _extents(store, ino, int(start or 0)))
     value = yield from store.xattr(ino, name)
     if value is None and name.startswith(PREFIX):
         value = yield from _unset(store, ino, name.removeprefix(PREFIX))
@@ -86,16 +87,16 @@ def check_settable(name: bytes, value: bytes) -> None:
         raise error(errno.EINVAL)
 
 
-def _extents(store: Store, ino: int) -> Step[bytes]:
-    """JSON, one object an extent: offset, length, stored, codec, address. Cut with a
-    mark before 64 KiB."""
+def _extents(store: Store, ino: int, start: int) -> Step[bytes]:
+    """JSON, one object an extent from the file offset `start` on: offset, length, stored,
+    codec, address. Cut before 64 KiB, with a mark that says where to go on."""
     node = yield from store.node(ino)
     if not stat.S_ISREG(node.inode.mode):
         raise error(errno.ENODATA)
     rows: list[str] = []
     size = 2
-    at = 0
-    for part in (yield from store.parts(ino, 0, node.inode.size)):
+    at = start
+    for part in (yield from store.parts(ino, start, max(0, node.inode.size - start))):
         if isinstance(part, Stored):
             extent = part.extent
             row = json.dumps(
@@ -108,8 +109,8 @@ def _extents(store: Store, ino: int) -> Step[bytes]:
                 }
             )
             size += len(row) + 2
-            if size > _XATTR_MAX - 32:
-                rows.append('{"truncated": true}')
+            if size > _XATTR_MAX - 64:
+                rows.append(json.dumps({"truncated": True, "next": at}))
                 break
             rows.append(row)
         at += part.length if not isinstance(part, memoryview) else len(part)

@@ -35,7 +35,6 @@ from kvfs.engine.format import (
     SUPERBLOCK_ADDRESSES,
     FormatError,
     Superblock,
-    Unit,
 )
 from kvfs.engine.io import InlineExecutor, Step, run
 from kvfs.engine.store import Store, StoreOptions
@@ -362,7 +361,7 @@ class CrashMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, seed=SEEDS)
     def reclaim(self, pick: int, seed: int) -> None:
-        """A name and all below it, unless something there is open."""
+        """A unit, unless something in it is open."""
         named = self.a_name(pick)
         if named is None or len(self.tree.reachable()) > _INODES_MAX:
             return
@@ -370,8 +369,13 @@ class CrashMachine(RuleBasedStateMachine):
         ino = self.tree.nodes[named[0]].entries[named[1]]
         if self.run(self.store.node(ino), seed).inode.name != named[1]:
             return  # a hard link: it is reclaimed by its newest name
+        units = self.store.units
+        is_pool = self.tree.nodes[ino].is_directory and not self.run(units.is_session(ino), seed)
+        if is_pool or self.run(units.unit_of(ino), seed) != ino:
+            return
         held = set(self.tree.below(ino)) & set(self.pinned)
-        step = self.store.reclaimer.remove(Victim(ino, Unit()), "a test", self.clock.time_ns())
+        victim = Victim(ino, self.run(units.unit(ino), seed))
+        step = self.store.reclaimer.remove(victim, "a test", self.clock.time_ns())
 
         def reclaimed(tree: Tree, went: Any) -> Tree:
             return tree.reclaim(*named) if went else tree

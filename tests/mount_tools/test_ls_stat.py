@@ -276,7 +276,6 @@ def test_extents_cover_the_file(mounter: Mounter) -> None:
     layer = mounter.mountpoint / "agent-1" / "layer.000"
     document = json.loads(kvfs("stat", layer, "--extents", "--json").stdout)
     assert sum(extent["length"] for extent in document["extents"]) == document["size"]
-    assert not document["extents_cut"]
     table = kvfs("stat", layer, "--extents").stdout.split("\n\n")[1].splitlines()
     assert table[0].split() == ["offset", "length", "stored", "codec", "address"]
     assert len(table) == 1 + len(document["extents"])
@@ -314,3 +313,16 @@ def test_what_cannot_be_shown_is_one_line(mounter: Mounter, tmp_path: Path) -> N
     assert "--extents is for files" in error_line(kvfs("stat", top, "--extents", check=False))
     file = top / "agent-1" / "tokens"
     assert "look at a file with: kvfs stat" in error_line(kvfs("ls", file, check=False))
+
+
+def test_all_extents_of_a_fragmented_file_are_shown(mounter: Mounter) -> None:
+    path = mounter.mountpoint / "file"
+    with path.open("wb") as file:
+        for number in range(2000):
+            file.seek(number * 8192)
+            file.write(os.urandom(100))
+            file.flush()
+        os.fsync(file.fileno())
+    assert len(os.getxattr(path, "user.kvfs.extents")) < 64 * 1024
+    extents = json.loads(kvfs("stat", path, "--extents", "--json").stdout)["extents"]
+    assert [extent["offset"] for extent in extents] == [number * 8192 for number in range(2000)]
