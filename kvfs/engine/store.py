@@ -63,6 +63,7 @@ _TICK_SECONDS = 1.0
 _DIRTY_SECONDS = 5.0
 _DIRTY_MIN = 64 * 1024 * 1024
 _CLEANING_TRIES = 4
+_BOOKED_A_TICK = 2000  # after a crash there may be very many: requests do not wait for all
 _RECLAIM_SHARE = 64  # one part of the ring in so many is made free at once
 _FRACTION_OF_SEGMENT = 8  # an extent is at most this part of a segment
 
@@ -624,7 +625,7 @@ class Store:
         if (due and written) or long or many or writer.ids_are_short:
             yield from writer.checkpoint()
         yield from self._drop_nameless()
-        yield from self._units.book()
+        yield from self._units.book(_BOOKED_A_TICK)
         usage = self.usage()
         yield from self._reclaimer.expire(is_filling=usage.free < usage.total * 3 // 10)
         if self._space.is_short and self._space.is_worth_cleaning:

@@ -11,6 +11,7 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from kvfs.engine.format import (
     ROOT_INODE,
@@ -154,9 +155,9 @@ class Units:
         value = yield from self.index.get(unit_key(ino))
         return Unit() if value is None else Unit.unpack(value)
 
-    def book(self) -> Step[None]:
-        """Find the units of what was used, and note when."""
-        used = dict(self._used)
+    def book(self, limit: int = _USED_MAX) -> Step[None]:
+        """Find the units of what was used, of so many inodes at most, and note when."""
+        used = dict(islice(self._used.items(), limit))
         latest: dict[int, int] = {}
         known: dict[int, int | None] = {}
         for ino, used_ns in used.items():

@@ -222,6 +222,17 @@ def test_what_was_used_before_a_crash_may_go(ring: Bench, clock: Clock, is_writt
     assert "" not in [one.path for one in run(units(ring).sessions())], "the root is no session"
 
 
+def test_many_uses_are_noted_in_several_ticks(ring: Bench, clock: Clock) -> None:
+    for number in range(25):
+        ring.make(b"%d" % number)
+    noted = []
+    with patch.object(store_module, "_BOOKED_A_TICK", 10):
+        for _ in range(3):
+            run(ring.store.tick())
+            noted.append(len(run(units(ring)._records(0, 100))))
+    assert noted == [10, 20, 25]
+
+
 def test_a_fork_was_used_when_it_was_made(ring: Bench, clock: Clock) -> None:
     ino = session(ring, b"session")
     pass_time(ring, clock, 600)
