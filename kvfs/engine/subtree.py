@@ -13,7 +13,7 @@ from kvfs.engine.names import Names
 from kvfs.engine.nodes import Content, Nodes, error
 
 INODES_MAX = 16_384
-SLICES_MAX = 500_000
+SLICES_MAX = 200_000
 
 
 @dataclass(slots=True)
