@@ -445,8 +445,26 @@ class CrashMachine(RuleBasedStateMachine):
         self.boots += 1
         self.device = RecordingDevice(image)
         self.open()
-        self.states = [self.matching(view_of(self.store, self.run), candidates)]
+        view = view_of(self.store, self.run)
+        self.matching(view, candidates)
+        # Of states that look alike it is the one with the same inode numbers.
+        alike = [tree for tree in candidates if tree.view() == view and self.is_numbered(tree)]
+        self.states = alike[-1:]
         self.device.note("used", len(self.used))
+
+    def is_numbered(self, tree: Tree) -> bool:
+        """Whether the names in the store are of the inodes that the tree has."""
+        try:
+            found = {
+                ino: {
+                    entry.name: entry.ino
+                    for _, entry in self.run(self.store.list_directory(ino, 0, 1000))
+                }
+                for ino in tree.directories()
+            }
+        except FileNotFoundError:
+            return False
+        return all(found[ino] == tree.nodes[ino].entries for ino in found)
 
     def stop(self, seed: int) -> None:
         """The process ends without a word."""
