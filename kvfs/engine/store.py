@@ -558,7 +558,7 @@ class Store:
         writer, space = self._writer, self._space
         yield from writer.written()
         if space.reclaimable or writer.index.changes:
-            yield from self._free_what_is_dead()
+            yield from self._free_what_is_dead(charge, purpose)
         best, tries = -1 << 63, 0
         while not space.has_room(charge, writer.promised, purpose):
             left = space.left(writer.promised, purpose)
@@ -570,7 +570,7 @@ class Store:
                 raise error(errno.ENOSPC)
             else:
                 yield from writer.clean()
-            yield from self._free_what_is_dead()
+            yield from self._free_what_is_dead(charge, purpose)
 
     def _reclaim(self, charge: int) -> Step[None]:
         """Remove the oldest units, a little more than is needed. Raises ENOSPC when nothing
@@ -584,10 +584,12 @@ class Store:
             raise error(errno.ENOSPC)
         yield from writer.written()
 
-    def _free_what_is_dead(self) -> Step[None]:
-        """Both superblock slots move on."""
+    def _free_what_is_dead(self, charge: int, purpose: Purpose) -> Step[None]:
+        """Both superblock slots move on, or one where that is enough."""
         for _ in range(2):
             yield from self._writer.checkpoint()
+            if self._space.has_room(charge, self._writer.promised, purpose):
+                return
 
     # -- durability
 
