@@ -128,7 +128,7 @@ def test_a_killed_daemon_is_cleared_by_the_next_mount_and_nothing_is_lost(
     mounted.kill()
     line = error_line(kvfs("stat", mounted.mountpoint, check=False))
     assert "its daemon has ended; mount it again with: kvfs mount" in line
-    cleared, recovered, _ = mounted.mount().stdout.splitlines()
+    cleared, recovered, *_ = mounted.mount().stdout.splitlines()
     assert cleared.startswith(f"cleared {mounted.mountpoint}")
     assert recovered.startswith("recovered ")
     assert (mounted.mountpoint / "kept").read_text() == "kept"
