@@ -63,7 +63,7 @@ def measure(directory: Path, rounds: int) -> list[Round]:
     image, mountpoint, raw = directory / "ring.img", directory / "mnt", directory / "raw"
     nulls = [directory / "null", directory / "keep"]
     mountpoint.mkdir()
-    subprocess.run([KVFS, "mkfs", image, "--size", "4G"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([KVFS, "mkfs", image, "--size", "8G"], check=True, stdout=subprocess.DEVNULL)
     mount = [KVFS, "mount", mountpoint, image, "--log", directory / "log"]
     subprocess.run(mount, check=True, stdout=subprocess.DEVNULL)
     script = Path(__file__).with_name("null_filesystem.py")
