@@ -65,10 +65,6 @@ class PlacedFrame:
     header: FrameHeader
     buffers: Sequence[memoryview]
 
-    @property
-    def payload_address(self) -> int:
-        return self.header.address + self.header.head_length
-
 
 @dataclass(frozen=True, slots=True)
 class Frame:

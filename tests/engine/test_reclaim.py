@@ -16,7 +16,7 @@ from kvfs.engine import subtree
 from kvfs.engine import units as units_module
 from kvfs.engine import writer as writer_module
 from kvfs.engine.format import TABLE_UNITS
-from kvfs.engine.io import run
+from kvfs.engine.io import Step, run
 from kvfs.engine.units import Units
 from tests.crash.machine import Clock
 from tests.engine.audit import audit, committed
@@ -179,10 +179,22 @@ def test_nothing_that_is_pinned_open_or_just_used_goes(ring: Bench, clock: Clock
     assert entries(ring)[0][0] == opened.decode()
 
 
-def fill_until_full(bench: Bench):  # type: ignore[no-untyped-def]
+def fill_until_full(bench: Bench) -> Step[None]:
     ino = bench.make(b"more")
     for number in range(64):
         yield from bench.store.write(ino, number * MIB, noise(MIB, number))
+
+
+def test_a_full_ring_names_who_holds_it(
+    ring: Bench, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    large, small = session(ring, b"large", 3 * MIB), session(ring, b"small", MIB)
+    for ino in (large, small):
+        run(ring.store.set_xattr(ino, b"user.kvfs.pin", b"1"))
+    pass_time(ring, clock, 600)
+    assert failure_of(fill_until_full(ring)) == errno.ENOSPC
+    (line,) = [record.message for record in caplog.records if "held by" in record.message]
+    assert line.index("large (") < line.index("small (")
 
 
 def test_without_reclaim_a_full_ring_is_full(tmpfs: Path, clock: Clock) -> None:

@@ -49,6 +49,10 @@ def record(size: int, extent_id: int = 1) -> RecordHeader:
     )
 
 
+def payload_address(placed: PlacedFrame) -> int:
+    return placed.header.address + placed.header.head_length
+
+
 def append(ring: Ring, size: int, extent_id: int = 1) -> PlacedFrame:
     """A frame with one extent of `size` bytes, in the next segment if need be."""
     while head_size(1, 0) + round_up(size) > ring.room:
@@ -87,7 +91,7 @@ class Model:
         except RingFull:
             return None
         self.frames[placed.header.sequence] = GEOMETRY.segment(placed.header.address)
-        return placed.payload_address, size
+        return payload_address(placed), size
 
     def extent(self, size: int) -> None:
         place = self.write(size)
@@ -197,6 +201,23 @@ def test_what_is_dead_is_free_after_two_checkpoints() -> None:
     assert model.ring.free_segments == SEGMENTS - 2, "all but the head's and the next"
 
 
+def test_a_segment_that_is_being_read_is_not_free() -> None:
+    """A read may have been begun before what it reads was removed."""
+    ring = new_ring()
+    ring.checkpointed(ring.position.sequence)
+    before = ring.free_segments
+    dead = GEOMETRY.address(GEOMETRY.segment_count - 1, BLOCK)
+    for _ in range(2):
+        ring.pin(dead)
+    ring.checkpointed(ring.position.sequence)
+    assert ring.free_segments == before - 1
+    ring.unpin(dead)
+    ring.checkpointed(ring.position.sequence)
+    assert ring.free_segments == before - 1, "another reads it still"
+    ring.unpin(dead)
+    assert ring.free_segments == before
+
+
 def test_a_ring_without_a_free_segment_is_full() -> None:
     model = Model()
     while True:
@@ -221,7 +242,7 @@ def test_frames_follow_each_other_and_name_the_next_segment() -> None:
     assert second.header.sequence == first.header.sequence + 1
     assert second.header.previous_checksum == checksum(first.header.pack())
     assert second.header.next_segment == 1
-    assert first.payload_address == DATA_START + first.header.head_length
+    assert payload_address(first) == DATA_START + first.header.head_length
 
 
 def test_the_last_block_of_a_segment_is_kept_for_a_link() -> None:
