@@ -16,41 +16,38 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvfs.engine import journal, ops
+from kvfs.engine import ops
+from kvfs.engine.admission import Admission
 from kvfs.engine.assembly import Assembler
 from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
 from kvfs.engine.files import Part, Stored
 from kvfs.engine.format import (
-    EXTENT_SIZE_MAX,
     ROOT_INODE,
     Dentry,
     Extent,
-    FormatError,
     Inode,
     Superblock,
     SuperblockFlag,
 )
-from kvfs.engine.index import Index
 from kvfs.engine.io import (
     DeadlineExceeded,
     Executor,
-    InlineExecutor,
     Step,
     run,
     settled,
     together,
     wait_all,
 )
-from kvfs.engine.nodecache import NodeCache
+from kvfs.engine.loading import Loaded, load_newest
 from kvfs.engine.nodes import Node, error, nearest_time
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.reclaim import Reclaimer
-from kvfs.engine.ring import Geometry, Ring
+from kvfs.engine.ring import Ring
 from kvfs.engine.space import Purpose, Space, changes, cost
-from kvfs.engine.state import CODEC_XATTR, Done, State
-from kvfs.engine.superblocks import Superblocks, read_superblocks, write_superblock
+from kvfs.engine.state import CODEC_XATTR, Done
+from kvfs.engine.superblocks import read_superblocks, write_superblock
 from kvfs.engine.units import Units
 from kvfs.engine.writer import ID_WINDOW, Counters, Writer
 
@@ -60,12 +57,7 @@ WRITE_SIZE_MAX = 1024 * 1024
 _WRITE_SECONDS = 5.0
 _FLUSH_SECONDS = 30.0
 _TICK_SECONDS = 1.0
-_DIRTY_SECONDS = 5.0
-_DIRTY_MIN = 64 * 1024 * 1024
-_CLEANING_TRIES = 4
 _BOOKED_A_TICK = 2000  # after a crash there may be very many: requests do not wait for all
-_RECLAIM_SHARE = 64  # one part of the ring in so many is made free at once
-_FRACTION_OF_SEGMENT = 8  # an extent is at most this part of a segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ class Store:
         executor: Executor,
         buffer: Buffer,
         options: StoreOptions,
-        loaded: _Loaded,
+        loaded: Loaded,
     ) -> None:
         superblock = loaded.superblock
         self._executor = executor
@@ -128,6 +120,7 @@ class Store:
         self._reclaimer = Reclaimer(
             self._units, self._perform, self._writer.counters, options.reclaim
         )
+        self._admission = Admission(self._writer, self._space, buffer, self._reclaimer)
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None
 
@@ -148,7 +141,7 @@ class Store:
         log is damaged the store is read-only and `damage` says why.
         """
         superblocks = read_superblocks(device, name)
-        loaded = _load_newest(device, name, superblocks, options)
+        loaded = load_newest(device, name, superblocks, options.index_cache_size, options.nodes_max)
         store = cls(device, executor, buffer, options, loaded)
         _check_no_log_elsewhere(superblocks.newest, buffer, name)
         store._make_root()
@@ -522,7 +515,7 @@ class Store:
         kept = Kept(memoryview(b""), None)
 
         def prepared() -> Step[Done]:
-            yield from self._admit(charge, changes(op), len(data), purpose)
+            yield from self._admission.admit(charge, changes(op), len(data), purpose)
             if isinstance(op, ops.Fork):
                 writer.seal()
             if is_allowed is not None and not (yield from is_allowed()):
@@ -534,62 +527,6 @@ class Store:
         inode = done()
         writer.count(charge, len(data))
         return inode
-
-    # -- admission
-
-    def _admit(self, charge: int, changed: int, length: int, purpose: Purpose) -> Step[None]:
-        """Wait until the buffer has room; raise ENOSPC when the ring has not."""
-        writer = self._writer
-        while writer.unsaved + length > self._unsaved_max() or not self._buffer.has_room(charge):
-            if writer.is_idle:
-                raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
-            yield from writer.relieve()
-        wanted = charge + writer.index.grows_by(changed)
-        if not self._space.has_room(wanted, writer.promised, purpose):
-            yield from self._make_space(wanted, purpose)
-
-    def _unsaved_max(self) -> int:
-        """Dirty bytes are bounded by what the device takes in 5 s."""
-        return max(_DIRTY_MIN, int(self._writer.auto.device * _DIRTY_SECONDS))
-
-    def _make_space(self, charge: int, purpose: Purpose) -> Step[None]:
-        """Until there is room: write checkpoints (what is dead becomes free once both
-        superblock slots have moved on) and clean. Raises ENOSPC when that does not help."""
-        writer, space = self._writer, self._space
-        yield from writer.written()
-        if space.reclaimable or writer.index.changes:
-            yield from self._free_what_is_dead(charge, purpose)
-        best, tries = -1 << 63, 0
-        while not space.has_room(charge, writer.promised, purpose):
-            left = space.left(writer.promised, purpose)
-            tries = 0 if left > best else tries + 1
-            best = max(best, left)
-            if not space.is_enough(charge, writer.promised, purpose):
-                yield from self._reclaim(charge)
-            elif tries == _CLEANING_TRIES:
-                raise error(errno.ENOSPC)
-            else:
-                yield from writer.clean()
-            yield from self._free_what_is_dead(charge, purpose)
-
-    def _reclaim(self, charge: int) -> Step[None]:
-        """Remove the oldest units, a little more than is needed. Raises ENOSPC when nothing
-        may be removed."""
-        writer, space = self._writer, self._space
-        wanted = charge + space.total // _RECLAIM_SHARE
-        removed = yield from self._reclaimer.make_space(
-            wanted - space.left_after_cleaning(writer.promised)
-        )
-        if not removed:
-            raise error(errno.ENOSPC)
-        yield from writer.written()
-
-    def _free_what_is_dead(self, charge: int, purpose: Purpose) -> Step[None]:
-        """Both superblock slots move on, or one where that is enough."""
-        for _ in range(2):
-            yield from self._writer.checkpoint()
-            if self._space.has_room(charge, self._writer.promised, purpose):
-                return
 
     # -- durability
 
@@ -645,60 +582,3 @@ def _check_no_log_elsewhere(superblock: Superblock, buffer: Buffer, name: str) -
             f"{name} was not unmounted, and what it had answered lies in {place}; mount it with "
             f"the --warm-dir of before, or remove that directory to give it up"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """The state that a device describes: checkpoint and replay, without the buffer."""
-
-    superblock: Superblock
-    ring: Ring
-    index: Index
-    state: State
-    extent_max: int
-    operation: int
-    frames: int
-    damage: str | None
-
-
-def _load_newest(
-    device: Device, name: str, superblocks: Superblocks, options: StoreOptions
-) -> _Loaded:
-    """From the newest checkpoint that can be read. Raises DeviceError."""
-    reasons = []
-    for start in superblocks.starting_points():
-        try:
-            loaded = _load(device, name, start, superblocks.newest.durable, options)
-            if loaded.ring.position.sequence < superblocks.newest.replay.sequence:
-                raise FormatError("the log does not lead to the newest checkpoint")
-        except (FormatError, OSError) as fault:
-            reasons.append(str(getattr(fault, "filename", None) or fault))
-            continue
-        if reasons:
-            log.warning("%s: %s; the checkpoint before was used", name, reasons[0])
-        return loaded
-    raise DeviceError(
-        f"{name}: {reasons[0]}; the index cannot be read; repair it with: kvfs fsck {name} --repair"
-    )
-
-
-def _load(
-    device: Device, name: str, superblock: Superblock, durable: int, options: StoreOptions
-) -> _Loaded:
-    """Raises FormatError when the checkpoint is not what was written, OSError."""
-    geometry = Geometry(superblock.segment_size, superblock.segment_count)
-    ring = Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
-    checkpoint = journal.read_checkpoint(device, superblock.checkpoint, ring)
-    # While the store is opened, reads wait in place.
-    index = Index(NodeCache(device, InlineExecutor(), ring, options.index_cache_size), checkpoint)
-    replayed = journal.replay(device, ring, index, superblock, durable)
-    extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
-    state = State(index, superblock.hash_key, extent_max, options.nodes_max)
-    run(state.load_counts())
-    damage = replayed.damage and (
-        f"{name} is damaged: {replayed.damage}; mounted read-only; unmount it, then repair it "
-        f"with: kvfs fsck {name} --repair"
-    )
-    return _Loaded(
-        superblock, ring, index, state, extent_max, replayed.operation, replayed.frames, damage
-    )

@@ -1,0 +1,82 @@
+"""Admission: an operation waits for room, has it made, or is refused, before it begins."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+
+from kvfs.engine.buffer import Buffer
+from kvfs.engine.io import Step
+from kvfs.engine.nodes import error
+from kvfs.engine.reclaim import Reclaimer
+from kvfs.engine.space import Purpose, Space
+from kvfs.engine.writer import Writer
+
+_DIRTY_SECONDS = 5.0
+_DIRTY_MIN = 64 * 1024 * 1024
+_CLEANING_TRIES = 4
+_RECLAIM_SHARE = 64  # one part of the ring in so many is made free at once
+
+
+@dataclass(slots=True)
+class Admission:
+    writer: Writer
+    space: Space
+    buffer: Buffer
+    reclaimer: Reclaimer
+
+    def admit(self, charge: int, changed: int, length: int, purpose: Purpose) -> Step[None]:
+        """Wait until there is room for an operation that may take `charge` bytes of the ring in
+        its frame, changes so many items of the index and brings `length` bytes of data. Raises
+        ENOSPC; EIO when the device fails."""
+        writer = self.writer
+        while writer.unsaved + length > self._unsaved_max() or not self.buffer.has_room(charge):
+            if writer.is_idle:
+                raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
+            yield from writer.relieve()
+        wanted = charge + writer.index.grows_by(changed)
+        if not self.space.has_room(wanted, writer.promised, purpose):
+            yield from self._make_space(wanted, purpose)
+
+    def _unsaved_max(self) -> int:
+        """Dirty bytes are bounded by what the device takes in 5 s."""
+        return max(_DIRTY_MIN, int(self.writer.auto.device * _DIRTY_SECONDS))
+
+    def _make_space(self, charge: int, purpose: Purpose) -> Step[None]:
+        """Until there is room: write checkpoints (what is dead becomes free once both
+        superblock slots have moved on) and clean. Raises ENOSPC when that does not help."""
+        writer, space = self.writer, self.space
+        yield from writer.written()
+        if space.reclaimable or writer.index.changes:
+            yield from self._free_what_is_dead(charge, purpose)
+        best, tries = -1 << 63, 0
+        while not space.has_room(charge, writer.promised, purpose):
+            left = space.left(writer.promised, purpose)
+            tries = 0 if left > best else tries + 1
+            best = max(best, left)
+            if not space.is_enough(charge, writer.promised, purpose):
+                yield from self._reclaim(charge)
+            elif tries == _CLEANING_TRIES:
+                raise error(errno.ENOSPC)
+            else:
+                yield from writer.clean()
+            yield from self._free_what_is_dead(charge, purpose)
+
+    def _reclaim(self, charge: int) -> Step[None]:
+        """Remove the oldest units, a little more than is needed. Raises ENOSPC when nothing
+        may be removed."""
+        writer, space = self.writer, self.space
+        wanted = charge + space.total // _RECLAIM_SHARE
+        removed = yield from self.reclaimer.make_space(
+            wanted - space.left_after_cleaning(writer.promised)
+        )
+        if not removed:
+            raise error(errno.ENOSPC)
+        yield from writer.written()
+
+    def _free_what_is_dead(self, charge: int, purpose: Purpose) -> Step[None]:
+        """Both superblock slots move on, or one where that is enough."""
+        for _ in range(2):
+            yield from self.writer.checkpoint()
+            if self.space.has_room(charge, self.writer.promised, purpose):
+                return
