@@ -14,7 +14,7 @@ from kvfs.engine.writer import Writer
 
 _DIRTY_SECONDS = 5.0
 _DIRTY_MIN = 64 * 1024 * 1024
-_CLEANING_TRIES = 4
+_ROUNDS_MAX = 200  # of making room, which others may take first
 _RECLAIM_SHARE = 64  # one part of the ring in so many is made free at once
 
 
@@ -46,21 +46,27 @@ class Admission:
         """Until there is room: write checkpoints (what is dead becomes free once both
         superblock slots have moved on) and clean. Raises ENOSPC when that does not help."""
         writer, space = self.writer, self.space
-        yield from writer.written()
-        if space.reclaimable or writer.index.changes:
-            yield from self._free_what_is_dead(charge, purpose)
-        best, tries = -1 << 63, 0
-        while not space.has_room(charge, writer.promised, purpose):
-            left = space.left(writer.promised, purpose)
-            tries = 0 if left > best else tries + 1
-            best = max(best, left)
-            if not space.is_enough(charge, writer.promised, purpose):
+        for _ in range(_ROUNDS_MAX):
+            # What others are promised may replace as much, which is dead once it is written.
+            yield from writer.written()
+            if space.reclaimable or writer.index.changes:
+                yield from self._free_what_is_dead(charge, purpose)
+            if space.has_room(charge, writer.promised, purpose):
+                return
+            if space.is_enough(charge, writer.promised, purpose):
+                if not (yield from self._clean(charge, purpose)) and not writer.promised:
+                    break
+            elif not writer.promised:
                 yield from self._reclaim(charge)
-            elif tries == _CLEANING_TRIES:
-                raise error(errno.ENOSPC)
-            else:
-                yield from writer.clean()
-            yield from self._free_what_is_dead(charge, purpose)
+        raise error(errno.ENOSPC)
+
+    def _clean(self, charge: int, purpose: Purpose) -> Step[bool]:
+        """Whether there was a segment to be cleaned, or something is still to become free."""
+        before = self.writer.counters.cleaned_segments
+        yield from self.writer.clean()
+        yield from self._free_what_is_dead(charge, purpose)
+        cleaned = self.writer.counters.cleaned_segments > before
+        return cleaned or self.space.reclaimable > 0
 
     def _reclaim(self, charge: int) -> Step[None]:
         """Remove the oldest units, a little more than is needed. Raises ENOSPC when nothing

@@ -340,6 +340,26 @@ def test_a_killed_store_that_was_nearly_full_does_all_of_it_again(tmpfs: Path) -
 # -- reads and the writer --------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_is_overwritten_at_once_needs_no_more_space_than_before(
+    tmpfs: Path, seed: int
+) -> None:
+    """More is written over than is free: what is replaced is free once that is in the ring."""
+    bench = make_deferred(tmpfs, seed, new_device(segments=32))
+    inos = []
+    while bench.store.usage().free > bench.store.usage().total // 7:
+        inos.append(bench.make_file(b"%d" % len(inos)))
+        bench.go(bench.store.write(inos[-1], 0, noise(400_000, len(inos))))
+        bench.go(bench.store.sync())
+    for round_number in range(3):
+        outcomes = begin_many(
+            bench, [bench.store.write(ino, 0, noise(400_000, ino + round_number)) for ino in inos]
+        )
+        assert set(outcomes) == {None}, "each was answered"
+    bench.go(bench.store.sync())
+    audit(bench.store)
+
+
 def test_a_read_that_waits_sees_the_file_as_it_is_then(deferred: DeferredBench) -> None:
     """Its extents may be freed and their segment written over before the device answers."""
     ino = deferred.make_file(b"file")
