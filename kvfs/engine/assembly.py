@@ -50,16 +50,15 @@ class Assembler:
 
     def _locate(self, part: Part) -> _Located:
         if isinstance(part, Stored):
-            found = self._reader.find(part.extent.extent_id)
+            found = self._reader.find(part.extent)
             assert found is not None
-            buffer, start = found
-            start += part.skew
-            return _Located(buffer, start, start + part.length)
+            start = found.start + part.skew
+            return _Located(found.region, start, start + part.length)
         if isinstance(part, Hole):
             if part.length > len(self._zeros):
                 self._zeros = BufferPool(round_up(part.length), 0).take()
             return _Located(self._zeros, 0, part.length)
-        return _Located(part, 0, len(part))
+        return _Located(part.region, part.start, part.end)
 
 
 def _adjacent(parts: list[_Located]) -> list[_Located]:

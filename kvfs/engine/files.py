@@ -38,7 +38,7 @@ class Stored:
     length: int
 
 
-Part = memoryview | Hole | Stored
+Part = Kept | Hole | Stored
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class Files:
         for run in content.dirty.overlapping(offset, end):
             if run.start > at:
                 self._mapped(content, at, run.start, parts)
-            parts.append(run.value.data)
+            parts.append(run.value)
             at = run.end
         if at < end:
             self._mapped(content, at, end, parts)
@@ -162,7 +162,7 @@ class Files:
     # -- changing: nodes come with their content
 
     def write(self, node: Node, offset: int, kept: Kept) -> None:
-        content, end = _content(node), offset + len(kept.data)
+        content, end = _content(node), offset + len(kept)
         _count_dirty(content, *content.dirty.insert(offset, end, kept))
         node.inode.size = max(node.inode.size, end)
         self._dirty[node.inode.ino] = node
@@ -321,19 +321,28 @@ def _joined(dirty: Intervals[Kept], limit: int) -> Iterator[tuple[int, int, list
                 pieces = []
             if not pieces:
                 start = at
-            pieces.append(run.value.part(at - run.start, boundary - run.start))
+            _add_piece(pieces, run.value.part(at - run.start, boundary - run.start))
             at = end = boundary
     if pieces:
         yield start, end, pieces
 
 
-def _pieces(extent: NewExtent, skew: int, length: int) -> Iterator[memoryview]:
+def _add_piece(pieces: list[Kept], piece: Kept) -> None:
+    """What was appended in small parts may lie as one."""
+    joined = pieces[-1].joined(piece) if pieces else None
+    if joined is None:
+        pieces.append(piece)
+    else:
+        pieces[-1] = joined
+
+
+def _pieces(extent: NewExtent, skew: int, length: int) -> Iterator[Kept]:
     """The bytes [skew, skew + length) of an extent that is still in memory."""
-    for piece in (kept.data for kept in extent.pieces):
+    for piece in extent.pieces:
         if skew >= len(piece):
             skew -= len(piece)
             continue
-        part = piece[skew : skew + length]
+        part = piece.part(skew, min(skew + length, len(piece)))
         yield part
         length -= len(part)
         skew = 0

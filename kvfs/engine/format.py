@@ -797,22 +797,133 @@ class OplogChunkHeader:
     SIZE: ClassVar[int] = STRUCT.size + 8
 
     def pack(self) -> bytes:
-        body = self.STRUCT.pack(self.MAGIC, self.uuid, self.token, self.first)
-        return body + checksum(body).to_bytes(8, "little")
+        return _summed(self.STRUCT.pack(self.MAGIC, self.uuid, self.token, self.first))
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> OplogChunkHeader:
-        body = bytes(data[: cls.STRUCT.size])
-        stored = int.from_bytes(data[cls.STRUCT.size : cls.SIZE], "little")
-        if body[:8] != cls.MAGIC or checksum(body) != stored:
+        """Raises FormatError."""
+        magic, *fields = _unsummed(cls.STRUCT, data, "no operation log chunk")
+        if magic != cls.MAGIC:
             raise FormatError("no operation log chunk")
-        return cls(*cls.STRUCT.unpack(body)[1:])
+        return cls(*fields)
 
 
-# Length of the operation, of the padding behind it, of the data; sequence. Then a
-# checksum over these fields, the operation and the data's checksum. Long data is block-aligned, so
-# that direct I/O can take it from where it lies.
-OPLOG_RECORD = struct.Struct("<IIIxxxxQ")
+class OplogData(IntEnum):
+    """Where the data of a record lies."""
+
+    HERE = 0
+    WARM = 1  # at OPLOG_REFERENCE, which stands behind the operation
+
+
+# Length of the operation, of the padding behind it, of the data; where that is; sequence. Then
+# a checksum over these fields, the operation and the data's checksum. Long data is block-aligned,
+# so that direct I/O can take it from where it lies.
+OPLOG_RECORD = struct.Struct("<IIIIQ")
+OPLOG_REFERENCE = struct.Struct("<QQQ")  # serial of a warm file, offset in it, checksum
 OPLOG_ALIGNED_MIN = 64 * 1024
 OPLOG_RECORD_SIZE = OPLOG_RECORD.size + 8
 OPLOG_ALIGN = 64
+
+
+# -- warm files in tmpfs --------------------------------------------------------
+#
+#     | header, layout | table | segment | segment | table | segment | ...
+#
+# The header never changes while operations need what is in the file. The layout, and each
+# entry of a table, may be torn by the end of the process: what they say is then forgotten.
+
+
+@dataclass(frozen=True, slots=True)
+class KvmapHeader:
+    """The first bytes of a `.kvmap` file: whose data it holds. `unit` is the inode of a
+    session, 0 for files of pools; a `serial` names one file under a token."""
+
+    uuid: bytes
+    token: bytes
+    serial: int
+    unit: int
+    created_ns: int
+
+    MAGIC: ClassVar[bytes] = b"KVFSMAP1"
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8s16s16sQQQ")
+    SIZE: ClassVar[int] = STRUCT.size + 8
+
+    def pack(self) -> bytes:
+        return _summed(
+            self.STRUCT.pack(
+                self.MAGIC, self.uuid, self.token, self.serial, self.unit, self.created_ns
+            )
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> KvmapHeader:
+        """Raises FormatError."""
+        magic, *fields = _unsummed(cls.STRUCT, data, "no warm file")
+        if magic != cls.MAGIC:
+            raise FormatError("no warm file")
+        return cls(*fields)
+
+
+KVMAP_LAYOUT_AT = 128
+KVMAP_TABLES_MAX = 400
+KVMAP_DATA_START = 64 * 1024
+KVMAP_SEGMENT_ALIGN = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class KvmapLayout:
+    """What of a warm file grows: how many tokens it holds of its longest layer, and where
+    its tables are."""
+
+    tokens: int = 0
+    tables: tuple[int, ...] = (BLOCK,)
+
+    STRUCT: ClassVar[struct.Struct] = struct.Struct(f"<QI{KVMAP_TABLES_MAX}Q")
+    SIZE: ClassVar[int] = STRUCT.size + 8
+
+    def pack(self) -> bytes:
+        unused = (0,) * (KVMAP_TABLES_MAX - len(self.tables))
+        return _summed(self.STRUCT.pack(self.tokens, len(self.tables), *self.tables, *unused))
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> KvmapLayout:
+        """Raises FormatError."""
+        tokens, count, *tables = _unsummed(cls.STRUCT, data, "the layout of a warm file is torn")
+        return cls(tokens, tuple(tables[:count]))
+
+
+class KvmapEntry(NamedTuple):
+    """An extent of the ring whose decoded bytes lie at `start` of the file. `checksum` is the
+    extent's own, `digest` that of the bytes here."""
+
+    ino: int
+    extent_id: int
+    offset: int
+    start: int
+    size: int
+    checksum: int
+    digest: int
+
+    def pack(self) -> bytes:
+        return _summed(_KVMAP_ENTRY.pack(*self))
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> KvmapEntry:
+        """Raises FormatError; also for what is no entry yet."""
+        return cls(*_unsummed(_KVMAP_ENTRY, data, "no entry"))
+
+
+_KVMAP_ENTRY = struct.Struct("<QQQQQQQ")
+KVMAP_ENTRY_SIZE = _KVMAP_ENTRY.size + 8
+
+
+def _summed(body: bytes) -> bytes:
+    return body + checksum(body).to_bytes(8, "little")
+
+
+def _unsummed(layout: struct.Struct, data: bytes | memoryview, fault: str) -> Any:
+    body = bytes(data[: layout.size])
+    stored = int.from_bytes(data[layout.size : layout.size + 8], "little")
+    if len(body) < layout.size or checksum(body) != stored:
+        raise FormatError(fault)
+    return layout.unpack(body)

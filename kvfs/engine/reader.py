@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from kvfs.engine import codec
+from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.buffers import BufferPool
 from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
@@ -52,9 +53,13 @@ class ReadErrors:
 
 
 class ExtentReader:
-    """A bounded cache of decoded extents over the device. `cache_size` in bytes."""
+    """A bounded cache of decoded extents over the device, and under what `buffer` holds of
+    them. `cache_size` in bytes."""
 
-    def __init__(self, device: Device, executor: Executor, ring: Ring, cache_size: int) -> None:
+    def __init__(
+        self, device: Device, executor: Executor, ring: Ring, buffer: Buffer, cache_size: int
+    ) -> None:
+        self._buffer = buffer
         self._device = device
         self._ring = ring
         self._executor = executor
@@ -91,15 +96,20 @@ class ExtentReader:
         for group in _neighbours(missing)[:chunks_max]:
             self._start(group)
 
-    def find(self, extent_id: int) -> tuple[memoryview, int] | None:
-        """The buffer that holds an extent's bytes and where they start in it; None when
-        it is not there (yet). Raises OSError EIO when it was read and is not good."""
-        chunk = self._by_extent.get(extent_id)
+    def find(self, extent: Extent) -> Kept | None:
+        """An extent's decoded bytes; None when they are not here (yet). Raises OSError EIO
+        when they were read and are not good."""
+        kept = self._buffer.find(extent)
+        return self._read(extent) if kept is None else kept
+
+    def _read(self, extent: Extent) -> Kept | None:
+        chunk = self._by_extent.get(extent.extent_id)
         if chunk is None or not chunk.read.done:
             return None
-        if extent_id in chunk.bad:
-            raise OSError(errno.EIO, f"extent {extent_id} fails its checksum")
-        return chunk.buffer, chunk.starts[extent_id]
+        if extent.extent_id in chunk.bad:
+            raise OSError(errno.EIO, f"extent {extent.extent_id} fails its checksum")
+        start = chunk.starts[extent.extent_id]
+        return Kept(chunk.buffer, start, start + extent.size, None)
 
     def pin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from kvfs.engine import ops
 from kvfs.engine.admission import Admission
 from kvfs.engine.assembly import Assembler
-from kvfs.engine.buffer import Buffer, Kept
+from kvfs.engine.buffer import NOTHING, Buffer, Kept, Place
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
 from kvfs.engine.files import Part, Stored
@@ -114,7 +114,7 @@ class Store:
             superblock, loaded.operation, lambda inodes: None,
         )  # fmt: skip
         self._writer.counters.replayed_frames = loaded.frames
-        self._reader = ExtentReader(device, executor, loaded.ring, options.cache_size)
+        self._reader = ExtentReader(device, executor, loaded.ring, buffer, options.cache_size)
         self._assembler = Assembler(self._reader)
         self._units = Units(loaded.index, loaded.state, lambda: self._space.total)
         self._reclaimer = Reclaimer(
@@ -283,7 +283,7 @@ class Store:
                 missing = [
                     part.extent
                     for part in parts
-                    if isinstance(part, Stored) and self._reader.find(part.extent.extent_id) is None
+                    if isinstance(part, Stored) and self._reader.find(part.extent) is None
                 ]
                 if not missing:
                     return self._assembler.join(parts)
@@ -408,7 +408,8 @@ class Store:
         for start in range(0, len(data), WRITE_SIZE_MAX):
             part = data if len(data) <= WRITE_SIZE_MAX else data[start : start + WRITE_SIZE_MAX]
             op = ops.Write(time.time_ns(), ino, offset + start, len(part))
-            yield from self._perform(op, part)
+            place = Place((yield from self._units.session_of(ino)), ino, op.offset)
+            yield from self._perform(op, part, place)
             self._units.touch(ino, op.time_ns)
         return len(data)
 
@@ -502,6 +503,7 @@ class Store:
         self,
         op: ops.Operation,
         data: bytes | memoryview = b"",
+        place: Place | None = None,
         *,
         purpose: Purpose = Purpose.STORE,
         is_allowed: Callable[[], Step[bool]] | None = None,
@@ -512,7 +514,7 @@ class Store:
         if self.read_only:
             raise error(errno.EROFS)
         charge = cost(op)
-        kept = Kept(memoryview(b""), None)
+        kept = NOTHING
 
         def prepared() -> Step[Done]:
             yield from self._admission.admit(charge, changes(op), len(data), purpose)
@@ -523,7 +525,7 @@ class Store:
             return (yield from self._state.prepare(op, lambda: kept))
 
         done = yield from settled(prepared, self._writer.index.nodes.gathering)
-        kept = self._buffer.append(writer.operation + 1, ops.pack(op), data)
+        kept = self._buffer.append(writer.operation + 1, ops.pack(op), data, place)
         inode = done()
         writer.count(charge, len(data))
         return inode

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from cachetools import TTLCache
+
 from kvfs.engine.format import (
     ROOT_INODE,
     TABLE_UNITS,
@@ -35,6 +37,8 @@ _PROTECTED_NS = 60 * 10**9
 _SCAN_ITEMS = 2000
 _VICTIMS = 10_000
 _USED_MAX = 100_000
+_SESSIONS_MAX = 4096
+_SESSIONS_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,9 @@ class Units:
     removable: int = 0
     _used: dict[int, int] = field(default_factory=dict)
     _cursor: int = 0
+    _sessions: TTLCache[int, int] = field(
+        default_factory=lambda: TTLCache(_SESSIONS_MAX, _SESSIONS_SECONDS)
+    )
 
     def touch(self, ino: int, now_ns: int) -> None:
         """An inode was opened, read, written or made."""
@@ -76,6 +83,18 @@ class Units:
             self._used[ino] = now_ns
 
     # -- which unit
+
+    def session_of(self, ino: int) -> Step[int]:
+        """The session that a file is in, as it was up to a minute ago; 0 in a pool."""
+        directory = (yield from self.state.nodes.node(ino)).inode.parent
+        session = self._sessions.get(directory)
+        if session is None:
+            try:
+                session = (yield from self._outermost_session(directory)) or 0
+            except FileNotFoundError:  # of a file without a name
+                session = 0
+            self._sessions[directory] = session
+        return session
 
     def unit_of(self, ino: int) -> Step[int]:
         """The outermost session that an inode is in, or itself. Raises ENOENT."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvfs.engine import codec
-from kvfs.engine.buffer import Kept
+from kvfs.engine.buffer import InRing, Kept
 from kvfs.engine.buffers import BufferPool, copy, is_aligned
 from kvfs.engine.codec import AutoCodec, Codec
 from kvfs.engine.extents import NewExtent
@@ -170,9 +170,9 @@ def _record(extent: NewExtent, used: Codec, stored: int, check: int) -> RecordHe
 
 def _gather(pieces: list[Kept], out: memoryview) -> None:
     at = 0
-    for piece in (kept.data for kept in pieces):
+    for piece in pieces:
         end = at + len(piece)
-        copy(piece, out[at:end])
+        copy(piece.data, out[at:end])
         at = end
 
 
@@ -208,6 +208,17 @@ def place(batch: Batch, encoded: Encoded, ring: Ring, state: State) -> Placed:
     frames = place_unit(ring, encoded.payloads, items, batch.operation)
     extents = [extent_of(frame.header, record) for frame, group in frames for record in group]
     return Placed([frame for frame, _ in frames], extents, items, changed)
+
+
+def in_ring(batch: Batch, placed: Placed) -> list[InRing]:
+    """What the buffer may go on to hold of a batch that is in the ring."""
+    found = []
+    for known, extent in zip(batch.sealed.files.extents, placed.extents, strict=True):
+        new = known.new
+        assert new is not None
+        row_size = new.layout.item_size * new.layout.row_items
+        found.append(InRing(extent, new.ino, new.offset, new.pieces, row_size))
+    return found
 
 
 def place_unit(

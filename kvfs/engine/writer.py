@@ -48,6 +48,7 @@ from kvfs.engine.writeback import (
     Encoded,
     Payload,
     Placed,
+    in_ring,
     place,
     place_unit,
     start_encoding,
@@ -332,8 +333,10 @@ class Writer:
         yield from wait_all(written.writes)
         self.check()
         batch, placed = written.batch, written.placed
+        self.buffer.in_ring(in_ring(batch, placed))
         dead = self.state.committed(batch.sealed, placed.extents)
         journal.apply_unit(self.index, self.ring, placed.extents, placed.items, dead)
+        self.buffer.forget(dead)
         self.index.settle(batch.sealed.batch, placed.items)
         self.buffer.release(batch.operation)
         if batch.arena is not None:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import UUID
 
+from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import ITEM_SIZES, Codec, elements
 from kvfs.engine.files import Stored
 from kvfs.engine.format import FIRST_FREE_ID, ROOT_INODE, Inode
@@ -113,7 +114,7 @@ def _extents(store: Store, ino: int, start: int) -> Step[bytes]:
                 rows.append(json.dumps({"truncated": True, "next": at}))
                 break
             rows.append(row)
-        at += part.length if not isinstance(part, memoryview) else len(part)
+        at += len(part) if isinstance(part, Kept) else part.length
     return f"[{', '.join(rows)}]".encode()
 
 

@@ -26,8 +26,9 @@ from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
 from kvfs.mount.mounts import find_mount
-from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog
+from kvfs.tiers.oplog import CHUNK_SIZE, log_at
 from kvfs.tiers.prefetch import LookAhead
+from kvfs.tiers.warm import WarmTier
 
 log = logging.getLogger(__name__)
 
@@ -60,13 +61,13 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         directory = _log_directory(config, superblocks.newest)
         warm_size = _warm_limit(config)
         config = replace(config, warm_size=warm_size)
-        buffer = OperationLog(directory, warm_size)
+        buffer = WarmTier(directory, warm_size, executor)
         if not config.read_only:
             _claim(directory)
         store = Store.open(device, str(config.source), executor, buffer, config.store)
         if store.damage:
             log.error("%s", store.damage)
-        unrecovered = store.read_only and directory.is_dir() and any(directory.iterdir())
+        unrecovered = store.read_only and log_at(buffer.home, buffer.boot) is not None
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
         mounted = Mounted(store, config, unrecovered, superblocks.one_is_lost)
         filesystem = Filesystem(store, look_ahead, config.deadline_seconds, mounted)

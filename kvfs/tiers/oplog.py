@@ -4,6 +4,9 @@ Chunk files of one size lie in a directory of a tmpfs and are mapped. An operati
 is a record: lengths, sequence, checksum, the operation, its data. When the process
 is killed the files stay, and the next mount finds every record that was whole.
 Chunks whose records are all in the ring are used again: their pages are touched.
+
+The data of a write stands behind its operation, or lies in a warm file that the record
+refers to (see warm.py).
 """
 
 from __future__ import annotations
@@ -13,12 +16,12 @@ import mmap
 import os
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvfs.engine.buffer import BufferedOperation, Kept
+from kvfs.engine.buffer import NOTHING, BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
 from kvfs.engine.format import (
     BLOCK,
@@ -27,14 +30,17 @@ from kvfs.engine.format import (
     OPLOG_HOME_MAX,
     OPLOG_RECORD,
     OPLOG_RECORD_SIZE,
+    OPLOG_REFERENCE,
+    Extent,
     FormatError,
     OplogChunkHeader,
+    OplogData,
     checksum,
     round_up,
 )
 
 CHUNK_SIZE = 8 * 1024 * 1024
-_KEPT_CHUNKS = 16
+_KEPT_CHUNKS = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_RECORD = round_up(OplogChunkHeader.SIZE, OPLOG_ALIGN)
 
@@ -57,14 +63,29 @@ class _Chunk:
         return len(self.view) - self.end
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Data in a warm file, and its checksum."""
+
+    serial: int
+    offset: int
+    length: int
+    digest: int
+
+
+Resolve = Callable[[Reference, int], "Kept | None"]
+
+
 @dataclass(slots=True)
 class OperationLog:
     """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes.
-    `boot` names the machine's boot, which a tmpfs does not outlive."""
+    `boot` names the machine's boot, which a tmpfs does not outlive. `resolve` finds what a
+    record, with that sequence, refers to; what it does not find ends the log."""
 
     directory: Path
     limit: int
     boot: str = field(default_factory=current_boot)
+    resolve: Resolve = field(default=lambda reference, sequence: None)
     _uuid: bytes = b""
     _token: bytes = b""
     _used: deque[_Chunk] = field(default_factory=deque)
@@ -90,7 +111,7 @@ class OperationLog:
             if first > expected or expected < 0:
                 self._discard(chunk)
                 continue
-            for record in _records(chunk, first):
+            for record in _records(chunk, first, sequence, self.resolve):
                 chunk.last = record.sequence
                 if record.sequence == expected:
                     expected += 1
@@ -104,13 +125,14 @@ class OperationLog:
         self._token = token
 
     def append(
-        self, sequence: int, operation: bytes, data: bytes | bytearray | memoryview = b""
+        self,
+        sequence: int,
+        operation: bytes,
+        data: bytes | bytearray | memoryview = b"",
+        place: Place | None = None,
     ) -> Kept:
         length = len(data)
-        worst = OPLOG_RECORD_SIZE + len(operation) + BLOCK + length
-        chunk = self._used[-1] if self._used else None
-        if chunk is None or chunk.room < worst:
-            chunk = self._next_chunk(sequence, worst)
+        chunk = self._chunk_with_room(sequence, len(operation) + BLOCK + length)
         view, start = chunk.view, chunk.end
         body = start + OPLOG_RECORD_SIZE
         operation_end = body + len(operation)
@@ -118,14 +140,31 @@ class OperationLog:
         end = data_start + length
         kept = view[data_start:end]
         copy(memoryview(data), kept)
-        lengths = OPLOG_RECORD.pack(len(operation), data_start - operation_end, length, sequence)
+        padding = data_start - operation_end
+        lengths = OPLOG_RECORD.pack(len(operation), padding, length, OplogData.HERE, sequence)
         # Of what was handed in: that is in the processor's cache, the copy may not be.
         digest = checksum(data)
         check = _record_checksum(lengths, operation, digest)
         view[start:operation_end] = lengths + check + operation
         chunk.end = round_up(end, OPLOG_ALIGN)
         chunk.last = sequence
-        return Kept(kept, digest)
+        return Kept(view, data_start, end, digest)
+
+    def append_reference(self, sequence: int, operation: bytes, data: Reference) -> None:
+        """Keep an operation whose data is in a warm file."""
+        body = operation + OPLOG_REFERENCE.pack(data.serial, data.offset, data.digest)
+        chunk = self._chunk_with_room(sequence, len(body))
+        lengths = OPLOG_RECORD.pack(len(operation), 0, data.length, OplogData.WARM, sequence)
+        record = lengths + _record_checksum(lengths, body, data.digest) + body
+        end = chunk.end + len(record)
+        chunk.view[chunk.end : end] = record
+        chunk.end = round_up(end, OPLOG_ALIGN)
+        chunk.last = sequence
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the tmpfs that it takes."""
+        return CHUNK_SIZE * (len(self._used) + len(self._idle))
 
     def release(self, sequence: int) -> None:
         while self._used and self._used[0].last <= sequence:
@@ -134,6 +173,15 @@ class OperationLog:
                 self._idle.append(chunk)
             else:
                 self._discard(chunk)
+
+    def in_ring(self, extents: Iterable[InRing]) -> None:
+        """What is in the ring does not stay here."""
+
+    def find(self, extent: Extent) -> Kept | None:
+        return None
+
+    def forget(self, extents: Iterable[Extent]) -> None:
+        pass
 
     def close(self, *, keep: bool) -> None:
         if keep:
@@ -159,6 +207,12 @@ class OperationLog:
     def _make_directory(self) -> None:
         for directory in (self.directory.parent, self.directory):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _chunk_with_room(self, sequence: int, size: int) -> _Chunk:
+        needed = OPLOG_RECORD_SIZE + size
+        if self._used and self._used[-1].room >= needed:
+            return self._used[-1]
+        return self._next_chunk(sequence, needed)
 
     def _next_chunk(self, sequence: int, size: int) -> _Chunk:
         if size > CHUNK_SIZE - _FIRST_RECORD:
@@ -225,27 +279,51 @@ def _map_existing(path: Path) -> _Chunk | None:
         os.close(fd)
 
 
-def _records(chunk: _Chunk, first: int) -> Iterator[BufferedOperation]:
-    """The whole records of a chunk; its `end` is left behind the last of them."""
-    view, expected = chunk.view, first
-    while chunk.room >= OPLOG_RECORD_SIZE:
-        start = chunk.end
-        lengths = bytes(view[start : start + OPLOG_RECORD.size])
-        operation_length, padding, data_length, sequence = OPLOG_RECORD.unpack(lengths)
-        body = start + OPLOG_RECORD_SIZE
-        data_start = body + operation_length + padding
-        end = data_start + data_length
-        if sequence != expected or end > len(view):
+def _records(
+    chunk: _Chunk, first: int, after: int, resolve: Resolve
+) -> Iterator[BufferedOperation]:
+    """The whole records of a chunk, without the data of those up to `after`; its `end` is
+    left behind the last of them."""
+    expected = first
+    while (found := _record_at(chunk, after, resolve)) is not None:
+        record, end = found
+        if record.sequence != expected:
             return
-        operation = bytes(view[body : body + operation_length])
-        kept = Kept(view[data_start:end], checksum(view[data_start:end]))
-        assert kept.digest is not None
-        check = _record_checksum(lengths, operation, kept.digest)
-        if check != view[start + OPLOG_RECORD.size : body]:
-            return
-        yield BufferedOperation(sequence, operation, kept)
+        yield record
         chunk.end = round_up(end, OPLOG_ALIGN)
         expected += 1
+
+
+def _record_at(chunk: _Chunk, after: int, resolve: Resolve) -> tuple[BufferedOperation, int] | None:
+    """The record at a chunk's end, if it is whole, and where it ends."""
+    view, start = chunk.view, chunk.end
+    if chunk.room < OPLOG_RECORD_SIZE:
+        return None
+    lengths = bytes(view[start : start + OPLOG_RECORD.size])
+    operation_length, padding, length, lies, sequence = OPLOG_RECORD.unpack(lengths)
+    body_start = start + OPLOG_RECORD_SIZE
+    body_end = operation_end = body_start + operation_length
+    if lies == OplogData.WARM:
+        body_end = end = operation_end + OPLOG_REFERENCE.size
+    else:
+        data_start = operation_end + padding
+        end = data_start + length
+    if end > len(view):
+        return None
+    if lies == OplogData.WARM:
+        serial, offset, digest = OPLOG_REFERENCE.unpack(view[operation_end:end])
+        data = Reference(serial, offset, length, digest)
+        found = resolve(data, sequence) if sequence > after else NOTHING
+        if found is None:
+            return None
+        kept = found
+    else:
+        digest = checksum(view[data_start:end])
+        kept = Kept(view, data_start, end, digest)
+    check = _record_checksum(lengths, bytes(view[body_start:body_end]), digest)
+    if check != view[start + OPLOG_RECORD.size : body_start]:
+        return None
+    return BufferedOperation(sequence, bytes(view[body_start:operation_end]), kept), end
 
 
 def _record_checksum(lengths: bytes, operation: bytes, digest: int) -> bytes:

@@ -42,6 +42,7 @@ from kvfs.engine.superblocks import format_device
 from kvfs.engine.units import Victim
 from kvfs.tiers import oplog
 from kvfs.tiers.oplog import OperationLog
+from kvfs.tiers.warm import WarmTier
 from tests.crash.model import ROOT, Tree, View, difference, view_of
 from tests.engine.audit import audit
 from tests.engine.deferred import DeferredExecutor
@@ -169,8 +170,8 @@ class CrashMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.pinned = []
         self.executor = self.make_executor()
-        log = OperationLog(self.directory / "log", _LOG_LIMIT, f"boot {self.boots}")
-        self.store = Store.open(self.device, "ring", self.executor, log, _OPTIONS)
+        warm = WarmTier(self.directory / "warm", _LOG_LIMIT, self.executor, f"boot {self.boots}")
+        self.store = Store.open(self.device, "ring", self.executor, warm, _OPTIONS)
         assert self.store.damage is None
 
     def make_executor(self) -> Any:
@@ -441,7 +442,7 @@ class CrashMachine(RuleBasedStateMachine):
         image = self.device.image_after(moment, random_survival(Random(seed)))
         candidates = self.candidates(moment)
         self.used = self.used_until(moment)
-        shutil.rmtree(self.directory / "log")
+        shutil.rmtree(self.directory / "warm")
         self.boots += 1
         self.device = RecordingDevice(image)
         self.open()

@@ -13,7 +13,7 @@ from kvfs.engine.format import BLOCK, DATA_START, ROOT_INODE, FormatError, Frame
 from kvfs.engine.io import InlineExecutor, Step, run
 from kvfs.engine.store import Store, StoreOptions
 from kvfs.engine.superblocks import format_device
-from kvfs.tiers.oplog import OperationLog
+from kvfs.tiers.warm import WarmTier
 from tests.support.devices import RecordingDevice, Written
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def new_device(segments: int = 16, segment_size: int = MIB) -> RecordingDevice:
 
 @dataclass
 class Bench:
-    """A store, its device, and the directory of its operation log.
+    """A store, its device, and the directory of its warm tier.
 
     `stage` says where what was done lies before it is looked at: see `settle`.
     """
@@ -55,8 +55,9 @@ class Bench:
         self.open()
 
     def open(self) -> Store:
-        log = OperationLog(self.directory / "log", self.log_limit, self.boot)
-        self.store = Store.open(self.device, "ring", self.make_executor(), log, self.options)
+        executor = self.make_executor()
+        self.warm = WarmTier(self.directory / "warm", self.log_limit, executor, self.boot)
+        self.store = Store.open(self.device, "ring", executor, self.warm, self.options)
         return self.store
 
     def open_image(self, image: bytes | bytearray) -> Store:

@@ -28,6 +28,7 @@ from kvfs.engine.io import (
 from kvfs.engine.space import cost
 from kvfs.engine.store import Store
 from kvfs.engine.superblocks import format_device
+from kvfs.tiers import oplog
 from kvfs.tiers.oplog import OperationLog
 from tests.engine.audit import audit
 from tests.engine.kit import FILE, MIB, OPTIONS, new_device, noise
@@ -238,15 +239,16 @@ def give_up(bench: DeferredBench, step: Step[Any]) -> None:
         step.throw(DeadlineExceeded())
 
 
-def test_an_unlink_that_was_done_is_not_told_as_a_failure(tmpfs: Path) -> None:
+def test_an_unlink_that_was_done_is_not_told_as_a_failure(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The name is gone once that is in the log. Freeing the file is another operation,
     which may have to wait for room; who gives up on that has unlinked all the same."""
+    monkeypatch.setattr(oplog, "CHUNK_SIZE", 128 * 1024)
     bench = make_deferred(tmpfs, 1, new_device(segments=32))
-    bench.store._buffer.limit = 8 * MIB  # type: ignore[attr-defined]
+    bench.warm.limit = oplog.CHUNK_SIZE
     ino = bench.make_file(b"file")
-    bench.go(bench.store.write(ino, 0, noise(MIB) * 7))
-    log = bench.store._buffer._used[-1]  # type: ignore[attr-defined]
-    bench.go(bench.store.write(ino, 0, noise(log.room - 40_000)))
+    log = bench.warm._log._used[-1]
     # Room for one operation, and not for the next.
     needed = cost(ops.Drop(0, ino)) + 2 * BLOCK
     while log.room >= needed + OPLOG_ALIGN:

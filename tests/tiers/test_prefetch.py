@@ -46,7 +46,7 @@ def session(store: Store, layers: int) -> list[int]:
 def held(store: Store, ino: int) -> int:
     """How many bytes of a file the reader holds."""
     extents = run(store.extents(ino, 0, LAYER_SIZE))
-    return sum(e.size for e in extents if store.reader.find(e.extent_id) is not None)
+    return sum(e.size for e in extents if store.reader.find(e) is not None)
 
 
 def read(store: Store, look_ahead: LookAhead, reader: Reader, offset: int, length: int) -> None:

@@ -1,0 +1,41 @@
+"""Shared mappings of files, as memoryviews.
+
+The standard library's keep a descriptor open each, and hold the interpreter's lock while
+the kernel fills page tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+_MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+]  # fmt: skip
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def map_shared(path: Path, offset: int, length: int, *, populate: bool = False) -> memoryview:
+    """Bytes [offset, offset + length) of a file, writable, mapped as long as a view of them is
+    in use; `offset` is a multiple of the page. With `populate` no page faults later. The file
+    must be that long. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        flags = mmap.MAP_SHARED | (_MAP_POPULATE if populate else 0)
+        address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+    finally:
+        os.close(fd)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+    memory = (ctypes.c_ubyte * length).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, length).atexit = False
+    return memoryview(memory).cast("B")
