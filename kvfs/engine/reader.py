@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -20,7 +20,7 @@ from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.buffers import BufferPool
 from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
-from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
+from kvfs.engine.format import BLOCK, EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
 from kvfs.engine.io import Completion, Executor
 from kvfs.engine.ring import Ring
 
@@ -88,19 +88,43 @@ class ExtentReader:
             self._chunks.move_to_end(id(chunk))
             if not chunks or chunks[-1] is not chunk:
                 chunks.append(chunk)
-        return chunks + [self._start(group) for group in _neighbours(missing)]
+        return chunks + [self._start(group) for group in neighbours(missing)]
 
     def read_ahead(self, extents: Sequence[Extent], chunks_max: int) -> None:
         """Start to read what is missing of these, in at most `chunks_max` reads."""
         missing = [extent for extent in extents if extent.extent_id not in self._by_extent]
-        for group in _neighbours(missing)[:chunks_max]:
+        for group in neighbours(missing)[:chunks_max]:
             self._start(group)
+
+    def read_into(self, extents: list[Extent], target: memoryview) -> Completion[list[Extent]]:
+        """Have neighbours, as `neighbours` groups them, decoded one behind the other into
+        `target`, past what is kept here. It is block-aligned and takes whole blocks. The
+        result are those that are good."""
+        in_place = all(
+            extent.codec == Codec.NONE and extent.size % BLOCK == 0 for extent in extents[:-1]
+        ) and (extents[-1].codec == Codec.NONE)
+        scratch = target if in_place else self._buffer_for(extents)
+        address = extents[0].address
+        self._ring.pin(address)
+        reading = self._executor.submit(_ReadInto(self._device, extents, scratch, target))
+
+        def finished() -> None:
+            self._ring.unpin(address)
+            if scratch is not target:
+                self._give(scratch)
+
+        reading.when_done(finished)
+        return reading
 
     def find(self, extent: Extent) -> Kept | None:
         """An extent's decoded bytes; None when they are not here (yet). Raises OSError EIO
         when they were read and are not good."""
         kept = self._buffer.find(extent)
         return self._read(extent) if kept is None else kept
+
+    def warm(self, extent: Extent) -> Kept | None:
+        """The same, without what is kept here."""
+        return self._buffer.find(extent)
 
     def _read(self, extent: Extent) -> Kept | None:
         chunk = self._by_extent.get(extent.extent_id)
@@ -192,31 +216,62 @@ class _ReadChunk:
 
     def __call__(self) -> None:
         chunk = self.chunk
-        first = chunk.extents[0].address
-        length = chunk.extents[-1].blocks_end - first
-        self.device.read(first, [self.into[:length]])
         decoded_at = 0
-        for extent in chunk.extents:
-            start = extent.address - first
-            stored = self.into[start : start + extent.stored]
-            if checksum(stored) != extent.checksum:
+        for extent, start, stored in _stored(self.device, chunk.extents, self.into):
+            if stored is None:
                 chunk.bad.add(extent.extent_id)
             elif self.into is chunk.buffer:
                 chunk.starts[extent.extent_id] = start
-            else:
-                out = chunk.buffer[decoded_at : decoded_at + extent.size]
-                self._decode(extent, stored, out)
+            elif _decoded(extent, stored, chunk.buffer[decoded_at : decoded_at + extent.size]):
                 chunk.starts[extent.extent_id] = decoded_at
                 decoded_at += extent.size
-
-    def _decode(self, extent: Extent, stored: memoryview, out: memoryview) -> None:
-        try:
-            codec.decode(extent.codec, extent.item_size, stored, out)
-        except FormatError:
-            self.chunk.bad.add(extent.extent_id)
+            else:
+                chunk.bad.add(extent.extent_id)
 
 
-def _neighbours(extents: Sequence[Extent]) -> list[list[Extent]]:
+@dataclass(frozen=True, slots=True)
+class _ReadInto:
+    """Runs in a thread. `into` receives the stored bytes: `target` itself when they are
+    what is to lie there."""
+
+    device: Device
+    extents: list[Extent]
+    into: memoryview
+    target: memoryview
+
+    def __call__(self) -> list[Extent]:
+        good = []
+        at = 0
+        for extent, _, stored in _stored(self.device, self.extents, self.into):
+            out = self.target[at : at + extent.size]
+            at += extent.size
+            if stored is not None and (self.into is self.target or _decoded(extent, stored, out)):
+                good.append(extent)
+        return good
+
+
+def _stored(
+    device: Device, extents: list[Extent], into: memoryview
+) -> Iterator[tuple[Extent, int, memoryview | None]]:
+    """Neighbours, read at once: where each lies in `into`, and its stored bytes if they are
+    what was written."""
+    first = extents[0].address
+    device.read(first, [into[: extents[-1].blocks_end - first]])
+    for extent in extents:
+        start = extent.address - first
+        stored = into[start : start + extent.stored]
+        yield extent, start, stored if checksum(stored) == extent.checksum else None
+
+
+def _decoded(extent: Extent, stored: memoryview, out: memoryview) -> bool:
+    try:
+        codec.decode(extent.codec, extent.item_size, stored, out)
+    except FormatError:
+        return False
+    return True
+
+
+def neighbours(extents: Sequence[Extent]) -> list[list[Extent]]:
     """Groups of extents that lie one behind the other and fit in one buffer, stored
     and decoded."""
     groups: list[list[Extent]] = []

@@ -413,6 +413,53 @@ class Store:
             self._units.touch(ino, op.time_ns)
         return len(data)
 
+    def write_back(self) -> Step[None]:
+        """Everything that was answered is in the ring on return, if not durable."""
+        if not self.read_only:
+            yield from self._writer.written()
+
+    def rewrite(self, ino: int, offset: int, length: int) -> Step[bool]:
+        """Have a part of a file, all of it in memory, written to the ring anew, packed: the
+        content stays as it is. False when it is not in memory."""
+        self._writer.check()
+        if self.read_only:
+            return False
+        op = ops.Write(0, ino, offset, length)  # as such a write would need
+        charge = cost(op)
+
+        def prepared() -> Step[tuple[Node, list[tuple[int, Kept]]] | None]:
+            yield from self._admission.admit(charge, changes(op), length, Purpose.STORE)
+            node = yield from self._state.files.node(ino)
+            parts = yield from self._state.files.parts(ino, offset, length)
+            kept = self._in_memory(parts, offset)
+            return None if kept is None else (node, kept)
+
+        found = yield from settled(prepared, self._writer.index.nodes.gathering)
+        if found is None:
+            return False
+        node, kept = found
+        for start, part in kept:
+            self._state.files.write(node, start, part)
+        self._state.nodes.touch(node)
+        self._writer.count_rewritten(charge, sum(len(part) for _, part in kept))
+        return True
+
+    def _in_memory(self, parts: list[Part], at: int) -> list[tuple[int, Kept]] | None:
+        """The parts from the offset `at` on with their offsets, without holes, if the buffer
+        has all of them."""
+        found = []
+        for part in parts:
+            length = len(part) if isinstance(part, Kept) else part.length
+            if isinstance(part, Stored):
+                held = self._buffer.find(part.extent)
+                if held is None:
+                    return None
+                found.append((at, held.part(part.skew, part.skew + length)))
+            elif isinstance(part, Kept):
+                found.append((at, part))
+            at += length
+        return found
+
     def set_xattr(self, ino: int, name: bytes, value: bytes) -> Step[None]:
         """Raises EINVAL for a codec that is unknown."""
         if name == CODEC_XATTR and value not in [choice.value.encode() for choice in CodecChoice]:

@@ -168,6 +168,10 @@ class Writer:
         """An operation was done, with `length` bytes of data: seal when there is enough."""
         self.operation += 1
         self.counters.operations += 1
+        self.count_rewritten(charge, length)
+
+    def count_rewritten(self, charge: int, length: int) -> None:
+        """So many bytes of file data are to be written, which no operation has changed."""
         self.unsaved += length
         opened = self._open
         opened.charge += charge

@@ -20,6 +20,8 @@ from kvfs.engine.nodes import error
 from kvfs.engine.store import Store
 from kvfs.mount.config import MountConfig
 from kvfs.mount.metrics import metrics
+from kvfs.tiers.migrate import Migration
+from kvfs.tiers.warm import WarmTier
 
 PREFIX = b"user.kvfs."
 _XATTR_MAX = 64 * 1024 - 1
@@ -37,15 +39,23 @@ _SETTABLE: dict[bytes, Callable[[bytes], bool]] = {
 }
 _TTL_DIGITS = 12
 
-FORK = PREFIX + b"fork"  # setting it makes a fork of that name beside it
+# What setting these does: a fork of that name beside it; into the warm tier; out of it.
+FORK = PREFIX + b"fork"
+PREFETCH = PREFIX + b"prefetch"
+DEMOTE = PREFIX + b"demote"
+# Reading it brings a file in, and says where to map it.
+MAP = PREFIX + b"map"
+_TIER = PREFIX + b"tier"
 
 CONTROL_NAME = b".kvfs"
 CONTROL_INODE = 2
 _FIRST_FILE = CONTROL_INODE + 1
 
 
-def read_xattr(store: Store, ino: int, name: bytes) -> Step[bytes]:
+def read_xattr(store: Store, migration: Migration, ino: int, name: bytes) -> Step[bytes]:
     """The value of an xattr. Raises ENODATA."""
+    if name == _TIER:
+        return (yield from migration.tier(ino)).encode()
     what, _, start = name.removeprefix(PREFIX).partition(b".")
     if name.startswith(PREFIX) and what == b"extents" and (not start or start.isdigit()):
         return (yield from _extents(store, ino, int(start or 0)))
@@ -72,6 +82,26 @@ def _unset(store: Store, ino: int, name: bytes) -> Step[bytes | None]:
                 is_session = unit != ino or (yield from units.is_session(ino))
                 return b"session" if is_session and ino != ROOT_INODE else b"pool"
     return None
+
+
+def read_map(migration: Migration, ino: int, *, leased: bool) -> Step[bytes]:
+    """JSON for who maps a file's bytes: version, size, and segments with path, offset, length,
+    and the offset in the file that they are from. Raises ENODATA when it cannot be had."""
+    mapped = yield from migration.map(ino, leased=leased)
+    if mapped is None:
+        raise error(errno.ENODATA)
+    document = {
+        "version": mapped.version,
+        "size": mapped.size,
+        "segments": [
+            {"path": os.fspath(one.path), "offset": one.offset, "length": one.length, "at": one.at}
+            for one in mapped.segments
+        ],
+    }
+    value = json.dumps(document).encode()
+    if len(value) > _XATTR_MAX:
+        raise error(errno.ENODATA)
+    return value
 
 
 def check_settable(name: bytes, value: bytes) -> None:
@@ -128,6 +158,7 @@ class Mounted:
     two could not be read at the mount."""
 
     store: Store
+    warm: WarmTier
     config: MountConfig
     unrecovered: bool
     superblock_lost: bool
@@ -162,6 +193,7 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "unsaved": store.unsaved,
         "counters": asdict(store.counters),
         "errors": asdict(store.reader.errors),
+        "warm": asdict(mounted.warm.usage()) | asdict(mounted.warm.counters),
     }
 
 

@@ -26,6 +26,7 @@ from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
 from kvfs.mount.mounts import find_mount
+from kvfs.tiers.migrate import Migration
 from kvfs.tiers.oplog import CHUNK_SIZE, log_at
 from kvfs.tiers.prefetch import LookAhead
 from kvfs.tiers.warm import WarmTier
@@ -69,12 +70,14 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
             log.error("%s", store.damage)
         unrecovered = store.read_only and log_at(buffer.home, buffer.boot) is not None
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
-        mounted = Mounted(store, config, unrecovered, superblocks.one_is_lost)
-        filesystem = Filesystem(store, look_ahead, config.deadline_seconds, mounted)
+        mounted = Mounted(store, buffer, config, unrecovered, superblocks.one_is_lost)
+        migration = Migration(store, buffer, executor)
+        filesystem = Filesystem(store, look_ahead, migration, config.deadline_seconds, mounted)
         _mount(filesystem, config)
         try:
             nursery.start_soon(_stop_on_signal)
             nursery.start_soon(_tick, store, filesystem)
+            nursery.start_soon(_relieve, migration)
             nursery.start_soon(_announce, config.mountpoint, ready)
             await pyfuse3.main()
         finally:
@@ -177,6 +180,18 @@ async def _tick(store: Store, filesystem: Filesystem) -> None:
         except Exception:
             # A fault of ours in one tick: the requests of others go on, and so does the next.
             log.exception("periodic write-back")
+
+
+async def _relieve(migration: Migration) -> None:
+    """Beside the tick: what goes down may have to wait for the device."""
+    while True:
+        await trio.sleep(_TICK_SECONDS)
+        try:
+            await drive(migration.relieve(), None)
+        except OSError as failure:
+            log.error("warm memory cannot be given up: %s", failure)
+        except Exception:
+            log.exception("warm memory cannot be given up")
 
 
 async def _stop_on_signal() -> None:

@@ -37,6 +37,7 @@ from kvfs.engine.nodes import Node
 from kvfs.engine.store import Store
 from kvfs.mount import control
 from kvfs.mount.loop import drive
+from kvfs.tiers.migrate import Migration
 from kvfs.tiers.prefetch import LookAhead, Reader
 
 log = logging.getLogger(__name__)
@@ -94,12 +95,14 @@ class Filesystem(pyfuse3.Operations):
         self,
         store: Store,
         look_ahead: LookAhead,
+        migration: Migration,
         deadline_seconds: float,
         mounted: control.Mounted,
     ) -> None:
         super().__init__()
         self._store = store
         self._look_ahead = look_ahead
+        self._migration = migration
         self._deadline_seconds = deadline_seconds
         self._mounted = mounted
         self._handles: dict[int, _Handle] = {}
@@ -281,6 +284,8 @@ class Filesystem(pyfuse3.Operations):
         handle = self._handles.pop(fh)
         if handle.snapshot is None:
             self._store.closed(handle.ino)
+            if not self._store.units.opened[handle.ino]:
+                self._migration.warm.end_lease(handle.ino)
             await self._run(self._store.unpin(handle.ino))
 
     @_handler
@@ -345,7 +350,13 @@ class Filesystem(pyfuse3.Operations):
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
         if control.is_control(inode):
             raise FUSEError(errno.ENODATA)
-        return await self._run(control.read_xattr(self._store, inode, name))
+        if name == control.MAP:
+            # The warm files are ours alone.
+            if ctx.uid not in (0, os.geteuid()):
+                raise FUSEError(errno.ENODATA)
+            leased = self._store.units.opened[inode] > 0
+            return await self._run(control.read_map(self._migration, inode, leased=leased))
+        return await self._run(control.read_xattr(self._store, self._migration, inode, name))
 
     @_handler
     async def setxattr(
@@ -354,6 +365,12 @@ class Filesystem(pyfuse3.Operations):
         _refuse_control_inode(inode)
         if name == control.FORK:
             return await self._fork(inode, value, ctx)
+        if name == control.PREFETCH:
+            self._migration.prefetch(inode)
+            return
+        if name == control.DEMOTE:
+            await self._run(self._migration.demote(inode))
+            return
         control.check_settable(name, value)
         await self._run(self._store.set_xattr(inode, name, value))
 

@@ -11,8 +11,11 @@ from prometheus_client.registry import Collector
 
 _BYTES = {
     "total", "free", "available", "live", "segment_size", "unsaved", "payload_written",
-    "device_written", "carried", "reclaimed",
+    "device_written", "carried", "reclaimed", "limit", "taken", "leased", "hit_bytes", "evicted",
+    "promoted", "taken_over",
 }  # fmt: skip
+
+_WARM_NOW = {"limit", "taken", "leased"}
 
 _HELP = {
     "total": "What the ring can hold",
@@ -36,6 +39,16 @@ _HELP = {
     "reclaimed": "What reclaimed units took",
     "recovered_operations": "Taken from the operation log at the mount",
     "replayed_frames": "Frames read again at the mount",
+    "limit": "The most that the warm tier may take of the tmpfs",
+    "taken": "What the warm tier takes of the tmpfs",
+    "leased": "What of the warm tier clients may have mapped",
+    "hits": "Extents read from warm memory",
+    "hit_bytes": "What was read from warm memory",
+    "evicted_files": "Warm files given up",
+    "evicted": "What warm files took that were given up",
+    "promoted": "What was brought from the ring into warm memory",
+    "taken_over": "What the last daemon left in warm memory",
+    "damaged": "Warm copies that failed their checksum",
     "read_only": "1 if nothing can be written",
     "unrecovered": "1 if this mount does not show what the last daemon had answered",
     "superblock_lost": "1 if one of the two superblocks could not be read at the mount",
@@ -65,6 +78,9 @@ class _Stats(Collector):
             yield GaugeMetricFamily(_name(name, name), _help(name), bool(stats[name]))
         for name, value in stats["counters"].items():
             yield CounterMetricFamily(_name(name, name), _help(name), value)
+        for name, value in stats["warm"].items():
+            kind = GaugeMetricFamily if name in _WARM_NOW else CounterMetricFamily
+            yield kind(_name(f"warm_{name}", name), _help(name), value)
         errors = CounterMetricFamily("kvfs_read_errors", "Reads that failed", labels=["kind"])
         for kind, count in stats["errors"].items():
             errors.add_metric([kind], count)

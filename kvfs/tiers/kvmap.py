@@ -64,13 +64,16 @@ class _Coming:
 @dataclass(slots=True, eq=False)
 class Kvmap:
     """`taken` is what it takes of the tmpfs, in bytes; `last_sequence` the last operation
-    whose data is here; `extents` are those whose bytes can be found here."""
+    whose data is here; `extents` are those whose bytes can be found here. `users` are who
+    fills memory that was placed, and the files that somebody else may have mapped."""
 
     path: Path
     header: KvmapHeader
     taken: int = 0
     last_sequence: int = -1
-    extents: dict[int, int] = field(default_factory=dict)
+    extents: set[int] = field(default_factory=set)
+    users: int = 0
+    leases: int = 0
     _layout: KvmapLayout = field(default_factory=KvmapLayout)
     _in_table: int = 0
     _end: int = 0
@@ -166,14 +169,15 @@ class Kvmap:
             raise
         self._begin(region, base)
 
-    def prepare(self, submit: Submit) -> None:
-        """Have the next part made ready by a thread: fresh memory costs more than the copy
-        into it."""
+    def prepare(self, size: int, submit: Submit) -> Completion[memoryview]:
+        """Have the next part, with room for `size` bytes, made ready by a thread: fresh memory
+        costs more than the copy into it. What is done by then counts when it grows."""
         if self._coming is None:
-            length = self.next_span
+            length = round_up(max(size, _SPAN_MIN), KVMAP_SEGMENT_ALIGN)
             base = self._reserve(length)
             span = submit(partial(_make_span, self.path, base, length))
             self._coming = _Coming(base, length, span)
+        return self._coming.region
 
     @property
     def is_prepared(self) -> bool:

@@ -15,8 +15,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
@@ -30,11 +33,12 @@ from kvfs.engine.format import (
     KvmapHeader,
     checksum,
 )
-from kvfs.engine.io import Executor
+from kvfs.engine.io import Executor, Step
 from kvfs.tiers.kvmap import Kvmap
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 SHARDS = 65_536
 _POOL_FILE_MAX = 64 * 1024 * 1024
@@ -67,8 +71,38 @@ class WarmCounters:
     hit_bytes: int = 0
     evicted_files: int = 0
     evicted: int = 0
+    promoted: int = 0
     taken_over: int = 0
     damaged: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUsage:
+    """Of the tmpfs, in bytes: the most that may be taken, what is, and what others may have
+    mapped of that."""
+
+    limit: int
+    taken: int
+    leased: int
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Memory in a warm file for bytes of a file from a place on."""
+
+    kvmap: Kvmap
+    place: Place
+    kept: Kept
+
+
+@dataclass(frozen=True, slots=True)
+class MapSegment:
+    """Bytes [offset, offset + length) of a warm file are those of a file from `at` on."""
+
+    path: Path
+    offset: int
+    length: int
+    at: int
 
 
 @dataclass(slots=True)
@@ -106,6 +140,7 @@ class WarmTier:
     _current: dict[int, Kvmap] = field(default_factory=dict)
     _by_region: dict[int, Kvmap] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
+    _leases: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve)
@@ -181,9 +216,9 @@ class WarmTier:
         for extent in extents:
             held = self._held.pop(extent.extent_id, None)
             if held is not None:
-                del held.kvmap.extents[extent.extent_id]
-                if not held.kvmap.extents and self._is_clean(held.kvmap):
-                    self.evict(held.kvmap)
+                held.kvmap.extents.discard(extent.extent_id)
+                if not held.kvmap.extents and self._may_go(held.kvmap):
+                    self._evict(held.kvmap)
 
     def close(self, *, keep: bool) -> None:
         self._log.close(keep=keep)
@@ -211,10 +246,8 @@ class WarmTier:
 
     # -- what is evicted
 
-    @property
-    def taken(self) -> int:
-        """Bytes of the tmpfs that warm files take."""
-        return self._taken
+    def usage(self) -> WarmUsage:
+        return WarmUsage(self.limit, self._taken + self._log.taken, self.leased)
 
     def make_room(self, size: int) -> bool:
         """Evict what is clean and was not used for the longest time, until so many bytes may
@@ -222,15 +255,39 @@ class WarmTier:
         if self._has_room(size):
             return True
         for kvmap in list(self._kvmaps.values()):
-            if self._is_clean(kvmap):
-                self.evict(kvmap)
+            if self._may_go(kvmap):
+                self._evict(kvmap)
                 if self._has_room(size):
                     return True
         return False
 
-    def evict(self, kvmap: Kvmap) -> None:
+    @property
+    def fill_pct(self) -> float:
+        """How much of the limit is taken."""
+        return 100 * (self._taken + self._log.taken) / self.limit
+
+    def least_used(self, count: int) -> list[int]:
+        """So many sessions of those that nobody used for the longest time; 0 stands for all
+        pools."""
+        units = dict.fromkeys(
+            kvmap.header.unit for kvmap in self._kvmaps.values() if not kvmap.users
+        )
+        return list(islice(units, count))
+
+    def evict_unit(self, unit: int) -> int:
+        """Give up the memory of a session, as far as it is in the ring and nobody has it
+        mapped. Returns the bytes."""
+        kvmaps = [kvmap for kvmap in self._kvmaps.values() if kvmap.header.unit == unit]
+        return sum(self._evict(kvmap) for kvmap in kvmaps if self._may_go(kvmap))
+
+    def evict_extents(self, extents: Iterable[Extent]) -> int:
+        """The same for the files of memory that hold any of these."""
+        held = (self._held.get(extent.extent_id) for extent in extents)
+        kvmaps = {one.kvmap.header.serial: one.kvmap for one in held if one is not None}
+        return sum(self._evict(kvmap) for kvmap in kvmaps.values() if self._may_go(kvmap))
+
+    def _evict(self, kvmap: Kvmap) -> int:
         """Its memory is free once nobody looks at it any longer."""
-        assert self._is_clean(kvmap), "what the ring lacks is only here"
         del self._kvmaps[kvmap.header.serial]
         if self._current.get(kvmap.header.unit) is kvmap:
             del self._current[kvmap.header.unit]
@@ -243,6 +300,103 @@ class WarmTier:
         self.counters.evicted += kvmap.taken
         # To give pages back takes longer than a request may wait.
         self.executor.submit(_Removal(kvmap))
+        return kvmap.taken
+
+    # -- what is brought in from the ring
+
+    def reserve(self, place: Place, size: int) -> Step[Filling | None]:
+        """Memory for so many bytes of a file, to be filled, in a warm file that stays until
+        `filled`. None when there is no room for it."""
+        kvmap = self._current.get(place.unit)
+        if kvmap is None or kvmap.taken + size > self._file_max(place.unit):
+            kvmap = self._with_room(None, place.unit, 0)
+        if kvmap is None:
+            return None
+        kvmap.users += 1
+        try:
+            kept = yield from self._room_to_fill(kvmap, place, size)
+        except BaseException:
+            kvmap.users -= 1
+            raise
+        if kept is None:
+            kvmap.users -= 1
+            return None
+        return Filling(kvmap, place, kept)
+
+    def _room_to_fill(self, kvmap: Kvmap, place: Place, size: int) -> Step[Kept | None]:
+        needed = size + 2 * KVMAP_SEGMENT_ALIGN
+        if kvmap.room < needed:
+            if not self.make_room(needed):
+                return None
+            prepare = partial(kvmap.prepare, needed, self.executor.submit)
+            coming = self._changing(kvmap, prepare)
+            if not coming.done:
+                yield coming
+        try:
+            if kvmap.room < needed:
+                self._changing(kvmap, partial(kvmap.grow, needed))
+        except OSError as failure:
+            log.debug("no room in the warm tier: %s", failure)
+        return kvmap.place(place, size)
+
+    def filled(self, filling: Filling, extents: list[tuple[int, Extent, int]]) -> None:
+        """The extents at these offsets of the file are there, each from so many bytes on."""
+        filling.kvmap.users -= 1
+        for offset, extent, start in extents:
+            part = filling.kept.part(start, start + extent.size)
+            if extent.extent_id not in self._held:
+                self._hold(filling.kvmap, filling.place.ino, offset, extent, part, 0)
+                self.counters.promoted += extent.size
+
+    # -- what others map
+
+    def segments(self, parts: list[Kept]) -> list[MapSegment] | None:
+        """Where the parts of a file lie; None when one of them is not in a warm file."""
+        segments: list[MapSegment] = []
+        at = 0
+        for part in parts:
+            kvmap = self._by_region.get(id(part.region))
+            if kvmap is None:
+                return None
+            offset = kvmap.offset_of(part)
+            last = segments[-1] if segments else None
+            if last and last.path == kvmap.path and last.offset + last.length == offset:
+                segments[-1] = replace(last, length=last.length + len(part))
+            else:
+                segments.append(MapSegment(kvmap.path, offset, len(part), at))
+            at += len(part)
+        return segments
+
+    def lease(self, ino: int, parts: list[Kept]) -> list[MapSegment] | None:
+        """The same, and from now on they stay until `end_lease`. None also when too much is
+        leased already."""
+        segments = self.segments(parts)
+        if segments is None:
+            return None
+        mine = self._leases.setdefault(ino, {})
+        kvmaps = {kvmap.header.serial: kvmap for kvmap in map(self._kvmap_of, parts)}
+        added = {serial: kvmap for serial, kvmap in kvmaps.items() if serial not in mine}
+        if self.leased + sum(k.taken for k in added.values() if not k.leases) > self.limit // 2:
+            return None
+        for serial, kvmap in added.items():
+            mine[serial] = kvmap
+            kvmap.users += 1
+            kvmap.leases += 1
+        return segments
+
+    def _kvmap_of(self, part: Kept) -> Kvmap:
+        return self._by_region[id(part.region)]
+
+    def end_lease(self, ino: int) -> None:
+        """Nobody has the file open any longer."""
+        for kvmap in self._leases.pop(ino, {}).values():
+            kvmap.users -= 1
+            kvmap.leases -= 1
+
+    @property
+    def leased(self) -> int:
+        """Bytes of warm files that others may have mapped."""
+        return sum(kvmap.taken for kvmap in self._kvmaps.values() if kvmap.leases)
 
     # -- details
 
@@ -278,13 +432,13 @@ class WarmTier:
     def _prepare(self, kvmap: Kvmap) -> None:
         size = kvmap.next_span
         if kvmap.taken + size <= self._file_max(kvmap.header.unit) and self.make_room(size):
-            self._changing(kvmap, lambda: kvmap.prepare(self.executor.submit))
+            self._changing(kvmap, lambda: kvmap.prepare(size, self.executor.submit))
 
-    def _changing(self, kvmap: Kvmap, change: Callable[[], None]) -> None:
+    def _changing(self, kvmap: Kvmap, change: Callable[[], T]) -> T:
         """Keep account of what a file takes, and of its memory."""
         before, regions = kvmap.taken, len(kvmap.regions)
         try:
-            change()
+            return change()
         finally:
             self._taken += kvmap.taken - before
             for region in kvmap.regions[regions:]:
@@ -323,7 +477,7 @@ class WarmTier:
             kept = kvmap.at(entry.start, entry.size)
             assert kept is not None
             self._held[entry.extent_id] = _Held(kvmap, kept, entry.checksum, entry.digest)
-            kvmap.extents[entry.extent_id] = entry.size
+            kvmap.extents.add(entry.extent_id)
             self.counters.taken_over += entry.size
 
     def _resolve(self, reference: Reference, sequence: int) -> Kept | None:
@@ -345,7 +499,7 @@ class WarmTier:
         with suppress(OSError):  # the next process will not find it
             self._changing(kvmap, lambda: kvmap.note(entry, tokens))
         self._held[extent.extent_id] = _Held(kvmap, kept, extent.checksum)
-        kvmap.extents[extent.extent_id] = extent.size
+        kvmap.extents.add(extent.extent_id)
 
     def _is_good(self, extent: Extent, held: _Held) -> bool:
         """What an earlier process left is looked at before it is believed."""
@@ -355,11 +509,14 @@ class WarmTier:
         log.error("the warm copy of extent %d fails its checksum", extent.extent_id)
         self.counters.damaged += 1
         del self._held[extent.extent_id]
-        del held.kvmap.extents[extent.extent_id]
+        held.kvmap.extents.discard(extent.extent_id)
         return False
 
     def _is_clean(self, kvmap: Kvmap) -> bool:
         return kvmap.last_sequence <= self._released
+
+    def _may_go(self, kvmap: Kvmap) -> bool:
+        return not kvmap.users and self._is_clean(kvmap)
 
     def _has_room(self, size: int) -> bool:
         if self._taken + self._log.taken + size > self.limit:

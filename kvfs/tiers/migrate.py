@@ -1,0 +1,268 @@
+"""Migration: bytes of files and sessions go up into the warm tier, and down to the ring.
+
+What an extent holds never changes. So a reader sees the same bytes wherever they lie, what
+a writer overwrites meanwhile lies above them, and a migration only has to publish a place
+once the bytes are there: old or new, never a mixture.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvfs.engine.buffer import Kept, Place
+from kvfs.engine.files import Part, Stored
+from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, round_up
+from kvfs.engine.io import Completion, Executor, Step, wait
+from kvfs.engine.reader import neighbours
+from kvfs.engine.store import Store
+from kvfs.tiers.warm import Filling, MapSegment, WarmTier
+
+log = logging.getLogger(__name__)
+
+_READS_IN_FLIGHT = 8
+_REWRITE_WINDOW = 32 * 1024 * 1024
+# A file in more than so many times the extents that it needs is worth writing anew.
+_FRAGMENTED = 2
+_FILES_MAX = 1 << 20
+_PREFETCHES_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Where the bytes of a file lie in warm files. `version` is another when the file is."""
+
+    version: int
+    size: int
+    segments: list[MapSegment]
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A part of a file on its way up."""
+
+    filling: Filling
+    extents: dict[int, Extent]  # by their offset in the file
+    good: Completion[list[Extent]]
+
+
+@dataclass(slots=True)
+class Migration:
+    """All methods are steps of the loop; two migrations of one file wait for each other.
+    Above `fill_pct_max` of the warm tier `group` sessions go down at once."""
+
+    store: Store
+    warm: WarmTier
+    executor: Executor
+    fill_pct_max: int = 85
+    group: int = 10
+    _migrating: dict[int, Completion[None]] = field(default_factory=dict)
+    _prefetching: set[int] = field(default_factory=set)
+
+    # -- up
+
+    def promote(self, ino: int) -> Step[bool]:
+        """Bring a file, or all files below a directory, into the warm tier. Whether all of
+        it is there now. Raises OSError when the device fails, ENOENT."""
+        node = yield from self.store.node(ino)
+        if not node.is_directory:
+            return (yield from self._alone(ino, self._promote_file(ino)))
+        complete = True
+        for entry in (yield from self._entries(ino)):
+            try:
+                complete &= yield from self.promote(entry)
+            except FileNotFoundError:
+                continue  # it was removed meanwhile
+        return complete
+
+    def prefetch(self, ino: int) -> None:
+        """Begin to bring it in, unless too much else is on its way."""
+        if len(self._prefetching) < _PREFETCHES_MAX and ino not in self._prefetching:
+            self._prefetching.add(ino)
+            self.executor.spawn(self._prefetch(ino))
+
+    def _prefetch(self, ino: int) -> Step[None]:
+        try:
+            yield from self.promote(ino)
+        except OSError as failure:
+            log.debug("inode %d is not brought in: %s", ino, failure)
+        finally:
+            self._prefetching.discard(ino)
+
+    def _promote_file(self, ino: int) -> Step[bool]:
+        size = (yield from self.store.node(ino)).inode.size
+        parts = yield from self.store.parts(ino, 0, size)
+        unit = yield from self.store.units.session_of(ino)
+        reading: deque[_Reading] = deque()
+        complete = True
+        try:
+            for group in self._missing(parts):
+                extents = list(group.values())
+                first = Place(unit, ino, next(iter(group)))
+                filling = yield from self.warm.reserve(
+                    first, round_up(sum(extent.size for extent in extents))
+                )
+                if filling is None:
+                    return False
+                good = self.store.reader.read_into(extents, filling.kept.data)
+                reading.append(_Reading(filling, group, good))
+                if len(reading) == _READS_IN_FLIGHT:
+                    complete &= yield from self._finish(reading.popleft())
+            while reading:
+                complete &= yield from self._finish(reading.popleft())
+        finally:
+            for left in reading:
+                left.good.when_done(lambda left=left: self._publish(left))  # type: ignore[misc]
+        return complete
+
+    def _missing(self, parts: list[Part]) -> Iterable[dict[int, Extent]]:
+        """What is in the ring alone, by the offset in the file: groups whose extents lie side
+        by side."""
+        offsets: dict[int, int] = {}
+        wanted: list[Extent] = []
+        at = 0
+        for part in parts:
+            if isinstance(part, Stored) and part.extent.extent_id not in offsets:
+                offsets[part.extent.extent_id] = at - part.skew
+                if self.store.reader.warm(part.extent) is None:
+                    wanted.append(part.extent)
+            at += len(part) if isinstance(part, Kept) else part.length
+        for group in neighbours(wanted):
+            yield {offsets[extent.extent_id]: extent for extent in group}
+
+    def _finish(self, reading: _Reading) -> Step[bool]:
+        try:
+            good = yield from wait(reading.good)
+        finally:
+            reading.good.when_done(lambda: self._publish(reading))
+        return len(good) == len(reading.extents)
+
+    def _publish(self, reading: _Reading) -> None:
+        good = [] if reading.good.error is not None else reading.good.result()
+        whole = {extent.extent_id for extent in good}
+        at = 0
+        there = []
+        for offset, extent in reading.extents.items():
+            if extent.extent_id in whole:
+                there.append((offset, extent, at))
+            at += extent.size
+        self.warm.filled(reading.filling, there)
+
+    # -- down
+
+    def demote(self, ino: int) -> Step[int]:
+        """See a file or a session in the ring, and give its RAM back. Returns the bytes."""
+        yield from self.store.write_back()
+        freed = self.warm.evict_unit(ino)
+        return freed + self.warm.evict_extents((yield from self._extents(ino)))
+
+    def demote_group(self, sessions: list[int]) -> Step[int]:
+        """Several at once: what grew by many small appends is written anew in one stream,
+        then all of it is given up. Returns the bytes."""
+        for session in sessions:
+            if session:
+                yield from self._pack(session)
+        yield from self.store.write_back()
+        return sum(self.warm.evict_unit(session) for session in sessions)
+
+    def relieve(self) -> Step[None]:
+        """Call about once a second: above the fill level groups of what nobody used for the
+        longest time go down."""
+        while self.warm.fill_pct > self.fill_pct_max:
+            group = self.warm.least_used(self.group)
+            if not group or not (yield from self.demote_group(group)):
+                return
+
+    def _pack(self, session: int) -> Step[None]:
+        try:
+            for ino in (yield from self._entries(session)):
+                if not (yield from self.store.node(ino)).is_directory:
+                    yield from self._alone(ino, self._pack_file(ino))
+        except OSError as failure:
+            # It is in the ring as it is, in more parts.
+            log.debug("session %d is not packed: %s", session, failure)
+
+    def _pack_file(self, ino: int) -> Step[bool]:
+        size = (yield from self.store.node(ino)).inode.size
+        for start in range(0, size, _REWRITE_WINDOW):
+            length = min(_REWRITE_WINDOW, size - start)
+            parts = yield from self.store.parts(ino, start, length)
+            needed = -(-length // EXTENT_SIZE_MAX)
+            if len(parts) > _FRAGMENTED * needed:
+                yield from self.store.rewrite(ino, start, length)
+        return True
+
+    # -- where it is
+
+    def tier(self, ino: int) -> Step[str]:
+        """`warm`, `cold` or `mixed`: where the bytes of a file, or of all files below a
+        directory, can be read from."""
+        warm, cold = yield from self._where(ino)
+        if warm and cold:
+            return "mixed"
+        return "cold" if cold else "warm"
+
+    def _where(self, ino: int) -> Step[tuple[bool, bool]]:
+        node = yield from self.store.node(ino)
+        warm = cold = False
+        if node.is_directory:
+            for entry in (yield from self._entries(ino)):
+                one_warm, one_cold = yield from self._where(entry)
+                warm, cold = warm or one_warm, cold or one_cold
+            return warm, cold
+        for part in (yield from self.store.parts(ino, 0, node.inode.size)):
+            is_cold = isinstance(part, Stored) and self.store.reader.warm(part.extent) is None
+            warm, cold = warm or not is_cold, cold or is_cold
+        return warm, cold
+
+    def map(self, ino: int, *, leased: bool) -> Step[Mapped | None]:
+        """Bring a file in, and say where it lies; `leased`: it stays there until
+        `WarmTier.end_lease`. None when it does not fit, or is no file."""
+        node = yield from self.store.node(ino)
+        if node.is_directory:
+            return None
+        yield from self.promote(ino)
+        node = yield from self.store.node(ino)
+        parts = []
+        for part in (yield from self.store.parts(ino, 0, node.inode.size)):
+            kept: Kept | None = None
+            if isinstance(part, Kept):
+                kept = part
+            elif isinstance(part, Stored):
+                held = self.store.reader.warm(part.extent)
+                kept = held and held.part(part.skew, part.skew + part.length)
+            if kept is None:
+                return None
+            parts.append(kept)
+        segments = self.warm.lease(ino, parts) if leased else self.warm.segments(parts)
+        if segments is None:
+            return None
+        return Mapped(node.inode.ctime_ns, node.inode.size, segments)
+
+    # -- details
+
+    def _alone(self, ino: int, step: Step[bool]) -> Step[bool]:
+        while (other := self._migrating.get(ino)) is not None:
+            yield other
+        mine = self._migrating[ino] = Completion()
+        try:
+            return (yield from step)
+        finally:
+            del self._migrating[ino]
+            mine.finish()
+
+    def _entries(self, directory: int) -> Step[list[int]]:
+        """In the order of their names, as they are read."""
+        entries = yield from self.store.list_directory(directory, 0, _FILES_MAX)
+        return [entry.ino for _, entry in sorted(entries, key=lambda pair: pair[1].name)]
+
+    def _extents(self, ino: int) -> Step[list[Extent]]:
+        node = yield from self.store.node(ino)
+        if not node.is_directory:
+            return (yield from self.store.extents(ino, 0, node.inode.size))
+        found = []
+        for entry in (yield from self._entries(ino)):
+            found += yield from self._extents(entry)
+        return found
