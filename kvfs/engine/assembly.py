@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
+from kvfs.engine.buffer import cut
 from kvfs.engine.buffers import BufferPool
 from kvfs.engine.files import Hole, Part, Stored
 from kvfs.engine.format import round_up
@@ -33,7 +36,7 @@ class Assembler:
 
     def join(self, parts: list[Part]) -> memoryview:
         """Raises EIO for an extent that fails its checksum."""
-        runs = _adjacent([self._locate(part) for part in parts])
+        runs = _adjacent(chain.from_iterable(map(self._locate, parts)))
         if not runs:
             return memoryview(b"")
         if len(runs) == 1:
@@ -48,20 +51,20 @@ class Assembler:
             at = end
         return self._joined[:length]
 
-    def _locate(self, part: Part) -> _Located:
+    def _locate(self, part: Part) -> list[_Located]:
         if isinstance(part, Stored):
             found = self._reader.find(part.extent)
             assert found is not None
-            start = found.start + part.skew
-            return _Located(found.region, start, start + part.length)
+            pieces = cut(found, part.skew, part.length)
+            return [_Located(piece.region, piece.start, piece.end) for piece in pieces]
         if isinstance(part, Hole):
             if part.length > len(self._zeros):
                 self._zeros = BufferPool(round_up(part.length), 0).take()
-            return _Located(self._zeros, 0, part.length)
-        return _Located(part.region, part.start, part.end)
+            return [_Located(self._zeros, 0, part.length)]
+        return [_Located(part.region, part.start, part.end)]
 
 
-def _adjacent(parts: list[_Located]) -> list[_Located]:
+def _adjacent(parts: Iterable[_Located]) -> list[_Located]:
     """Parts that follow each other in one buffer are joined."""
     joined: list[_Located] = []
     for part in parts:

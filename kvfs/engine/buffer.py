@@ -7,7 +7,7 @@ here. kvfs.tiers has the buffer in tmpfs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,22 @@ class Kept:
         if self.region is not following.region or self.end != following.start:
             return None
         return Kept(self.region, self.start, following.end, None)
+
+
+def cut(pieces: Sequence[Kept], start: int, length: int) -> list[Kept]:
+    """The bytes [start, start + length) of pieces that follow each other."""
+    found = []
+    for piece in pieces:
+        if start >= len(piece):
+            start -= len(piece)
+            continue
+        part = piece.part(start, min(start + length, len(piece)))
+        found.append(part)
+        length -= len(part)
+        start = 0
+        if length == 0:
+            break
+    return found
 
 
 NOTHING = Kept(memoryview(b""), 0, 0, None)
@@ -109,8 +125,9 @@ class Buffer(Protocol):
     def in_ring(self, extents: Iterable[InRing]) -> None:
         """Told before the release of the operations that made them: what stays is clean."""
 
-    def find(self, extent: Extent) -> Kept | None:
-        """The decoded bytes of an extent in the ring, if they are here."""
+    def find(self, extent: Extent, *, is_use: bool) -> Sequence[Kept] | None:
+        """The decoded bytes of an extent in the ring, in pieces, if they are here; whether
+        somebody reads them, or only wants to know."""
 
     def forget(self, extents: Iterable[Extent]) -> None:
         """Nobody will ask for these again."""

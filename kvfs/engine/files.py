@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvfs.engine.buffer import Kept
+from kvfs.engine.buffer import Kept, cut
 from kvfs.engine.extents import ExtentTable, Known, NewExtent, place_of
 from kvfs.engine.format import (
     EXTENT_SIZE_MIN,
@@ -153,7 +153,7 @@ class Files:
             extent_id, skew = run.value
             known = self.table[extent_id]
             if known.new is not None:
-                parts.extend(_pieces(known.new, skew, run.end - run.start))
+                parts.extend(cut(known.new.pieces, skew, run.end - run.start))
             else:
                 parts.append(Stored(place_of(known), skew, run.end - run.start))
         if at < end:
@@ -334,17 +334,3 @@ def _add_piece(pieces: list[Kept], piece: Kept) -> None:
         pieces.append(piece)
     else:
         pieces[-1] = joined
-
-
-def _pieces(extent: NewExtent, skew: int, length: int) -> Iterator[Kept]:
-    """The bytes [skew, skew + length) of an extent that is still in memory."""
-    for piece in extent.pieces:
-        if skew >= len(piece):
-            skew -= len(piece)
-            continue
-        part = piece.part(skew, min(skew + length, len(piece)))
-        yield part
-        length -= len(part)
-        skew = 0
-        if length == 0:
-            return

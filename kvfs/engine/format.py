@@ -893,8 +893,8 @@ class KvmapLayout:
 
 
 class KvmapEntry(NamedTuple):
-    """An extent of the ring whose decoded bytes lie at `start` of the file. `checksum` is the
-    extent's own, `digest` that of the bytes here."""
+    """A piece of an extent of the ring, decoded, that lies at `start` of the file. `offset` is
+    that of the piece in its file, `checksum` the extent's own, `digest` that of the piece."""
 
     ino: int
     extent_id: int

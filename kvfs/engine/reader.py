@@ -116,24 +116,24 @@ class ExtentReader:
         reading.when_done(finished)
         return reading
 
-    def find(self, extent: Extent) -> Kept | None:
-        """An extent's decoded bytes; None when they are not here (yet). Raises OSError EIO
-        when they were read and are not good."""
-        kept = self._buffer.find(extent)
+    def find(self, extent: Extent) -> Sequence[Kept] | None:
+        """An extent's decoded bytes, in pieces; None when they are not here (yet). Raises
+        OSError EIO when they were read and are not good."""
+        kept = self._buffer.find(extent, is_use=True)
         return self._read(extent) if kept is None else kept
 
-    def warm(self, extent: Extent) -> Kept | None:
-        """The same, without what is kept here."""
-        return self._buffer.find(extent)
+    def warm(self, extent: Extent) -> Sequence[Kept] | None:
+        """The same, without what is kept here, and not as a use of it."""
+        return self._buffer.find(extent, is_use=False)
 
-    def _read(self, extent: Extent) -> Kept | None:
+    def _read(self, extent: Extent) -> Sequence[Kept] | None:
         chunk = self._by_extent.get(extent.extent_id)
         if chunk is None or not chunk.read.done:
             return None
         if extent.extent_id in chunk.bad:
             raise OSError(errno.EIO, f"extent {extent.extent_id} fails its checksum")
         start = chunk.starts[extent.extent_id]
-        return Kept(chunk.buffer, start, start + extent.size, None)
+        return [Kept(chunk.buffer, start, start + extent.size, None)]
 
     def pin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

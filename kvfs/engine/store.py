@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from kvfs.engine import ops
 from kvfs.engine.admission import Admission
 from kvfs.engine.assembly import Assembler
-from kvfs.engine.buffer import NOTHING, Buffer, Kept, Place
+from kvfs.engine.buffer import NOTHING, Buffer, Kept, Place, cut
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
 from kvfs.engine.files import Part, Stored
@@ -451,10 +451,13 @@ class Store:
         for part in parts:
             length = len(part) if isinstance(part, Kept) else part.length
             if isinstance(part, Stored):
-                held = self._buffer.find(part.extent)
+                held = self._buffer.find(part.extent, is_use=False)
                 if held is None:
                     return None
-                found.append((at, held.part(part.skew, part.skew + length)))
+                start = at
+                for piece in cut(held, part.skew, length):
+                    found.append((start, piece))
+                    start += len(piece)
             elif isinstance(part, Kept):
                 found.append((at, part))
             at += length

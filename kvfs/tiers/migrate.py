@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvfs.engine.buffer import Kept, Place
+from kvfs.engine.buffer import Kept, Place, cut
 from kvfs.engine.files import Part, Stored
 from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, round_up
 from kvfs.engine.io import Completion, Executor, Step, wait
@@ -225,17 +225,15 @@ class Migration:
             return None
         yield from self.promote(ino)
         node = yield from self.store.node(ino)
-        parts = []
+        parts: list[Kept] = []
         for part in (yield from self.store.parts(ino, 0, node.inode.size)):
-            kept: Kept | None = None
             if isinstance(part, Kept):
-                kept = part
-            elif isinstance(part, Stored):
-                held = self.store.reader.warm(part.extent)
-                kept = held and held.part(part.skew, part.skew + part.length)
-            if kept is None:
+                parts.append(part)
+                continue
+            held = self.store.reader.warm(part.extent) if isinstance(part, Stored) else None
+            if not isinstance(part, Stored) or held is None:
                 return None
-            parts.append(kept)
+            parts += cut(held, part.skew, part.length)
         segments = self.warm.lease(ino, parts) if leased else self.warm.segments(parts)
         if segments is None:
             return None

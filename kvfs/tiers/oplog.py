@@ -16,7 +16,7 @@ import mmap
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,7 +177,7 @@ class OperationLog:
     def in_ring(self, extents: Iterable[InRing]) -> None:
         """What is in the ring does not stay here."""
 
-    def find(self, extent: Extent) -> Kept | None:
+    def find(self, extent: Extent, *, is_use: bool) -> Sequence[Kept] | None:
         return None
 
     def forget(self, extents: Iterable[Extent]) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,7 +43,6 @@ T = TypeVar("T")
 SHARDS = 65_536
 _POOL_FILE_MAX = 64 * 1024 * 1024
 _SESSION_SHARE = 8  # of the limit: one part in so many is the most that one file holds
-_LOG_ROOM = 2 * CHUNK_SIZE
 _SUFFIX = ".kvmap"
 
 
@@ -54,13 +53,13 @@ def shard_of(unit: int, shards: int = SHARDS) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The bytes of an extent, and the checksums that they and their extent have. `digest` is
-    None once it was looked at."""
+    """The bytes of an extent, in pieces, and its checksum. The pieces have checksums of their
+    own until somebody looked at them."""
 
     kvmap: Kvmap
-    kept: Kept
+    pieces: tuple[Kept, ...]
     checksum: int
-    digest: int | None = None
+    is_checked: bool = True
 
 
 @dataclass(slots=True)
@@ -197,20 +196,22 @@ class WarmTier:
     def in_ring(self, extents: Iterable[InRing]) -> None:
         for new in extents:
             kvmap = self._by_region.get(id(new.pieces[0].region))
-            if kvmap is not None and len(new.pieces) == 1:
+            where = {id(self._by_region.get(id(piece.region))) for piece in new.pieces}
+            if kvmap is not None and len(where) == 1:
                 tokens = (new.offset + new.extent.size) // max(new.row_size, 1)
-                self._hold(kvmap, new.ino, new.offset, new.extent, new.pieces[0], tokens)
+                self._hold(kvmap, new.ino, new.offset, new.extent, new.pieces, tokens)
 
-    def find(self, extent: Extent) -> Kept | None:
+    def find(self, extent: Extent, *, is_use: bool) -> Sequence[Kept] | None:
         held = self._held.get(extent.extent_id)
         if held is None or held.checksum != extent.checksum:
             return None
-        if held.digest is not None and not self._is_good(extent, held):
+        if not held.is_checked and not self._is_good(extent, held):
             return None
-        self._kvmaps.move_to_end(held.kvmap.header.serial)
-        self.counters.hits += 1
-        self.counters.hit_bytes += len(held.kept)
-        return held.kept
+        if is_use:
+            self._kvmaps.move_to_end(held.kvmap.header.serial)
+            self.counters.hits += 1
+            self.counters.hit_bytes += extent.size
+        return held.pieces
 
     def forget(self, extents: Iterable[Extent]) -> None:
         for extent in extents:
@@ -240,7 +241,7 @@ class WarmTier:
         self._log.limit = self.limit - self._taken
         if self._log.has_room(size):
             return True
-        self.make_room(_LOG_ROOM)
+        self.make_room(CHUNK_SIZE)
         self._log.limit = self.limit - self._taken
         return self._log.has_room(size)
 
@@ -292,7 +293,8 @@ class WarmTier:
         if self._current.get(kvmap.header.unit) is kvmap:
             del self._current[kvmap.header.unit]
         for extent_id in kvmap.extents:
-            del self._held[extent_id]
+            if self._held[extent_id].kvmap is kvmap:
+                del self._held[extent_id]
         for region in kvmap.regions:
             del self._by_region[id(region)]
         self._taken -= kvmap.taken
@@ -345,7 +347,7 @@ class WarmTier:
         for offset, extent, start in extents:
             part = filling.kept.part(start, start + extent.size)
             if extent.extent_id not in self._held:
-                self._hold(filling.kvmap, filling.place.ino, offset, extent, part, 0)
+                self._hold(filling.kvmap, filling.place.ino, offset, extent, [part], 0)
                 self.counters.promoted += extent.size
 
     # -- what others map
@@ -476,7 +478,13 @@ class WarmTier:
         for entry in kvmap.entries():
             kept = kvmap.at(entry.start, entry.size)
             assert kept is not None
-            self._held[entry.extent_id] = _Held(kvmap, kept, entry.checksum, entry.digest)
+            kept = replace(kept, digest=entry.digest)
+            known = self._held.get(entry.extent_id)
+            if known is not None and known.kvmap is not kvmap:
+                continue
+            pieces = () if known is None else known.pieces
+            held = _Held(kvmap, (*pieces, kept), entry.checksum, is_checked=False)
+            self._held[entry.extent_id] = held
             kvmap.extents.add(entry.extent_id)
             self.counters.taken_over += entry.size
 
@@ -489,22 +497,31 @@ class WarmTier:
         return Kept(kept.region, kept.start, kept.end, reference.digest)
 
     def _hold(
-        self, kvmap: Kvmap, ino: int, offset: int, extent: Extent, kept: Kept, tokens: int
+        self,
+        kvmap: Kvmap,
+        ino: int,
+        offset: int,
+        extent: Extent,
+        pieces: Sequence[Kept],
+        tokens: int,
     ) -> None:
-        digest = extent.checksum if extent.codec == Codec.NONE else checksum(kept.data)
-        start = kvmap.offset_of(kept)
-        entry = KvmapEntry(
-            ino, extent.extent_id, offset, start, extent.size, extent.checksum, digest
-        )
-        with suppress(OSError):  # the next process will not find it
-            self._changing(kvmap, lambda: kvmap.note(entry, tokens))
-        self._held[extent.extent_id] = _Held(kvmap, kept, extent.checksum)
+        is_raw = extent.codec == Codec.NONE and len(pieces) == 1
+        for piece in pieces:
+            entry = KvmapEntry(
+                ino, extent.extent_id, offset, kvmap.offset_of(piece), len(piece), extent.checksum,
+                extent.checksum if is_raw else checksum(piece.data),
+            )  # fmt: skip
+            offset += len(piece)
+            with suppress(OSError):  # the next process will not find it
+                self._changing(kvmap, partial(kvmap.note, entry, tokens))
+        self._held[extent.extent_id] = _Held(kvmap, tuple(pieces), extent.checksum)
         kvmap.extents.add(extent.extent_id)
 
     def _is_good(self, extent: Extent, held: _Held) -> bool:
         """What an earlier process left is looked at before it is believed."""
-        if checksum(held.kept.data) == held.digest:
-            self._held[extent.extent_id] = _Held(held.kvmap, held.kept, held.checksum)
+        is_whole = sum(map(len, held.pieces)) == extent.size
+        if is_whole and all(checksum(piece.data) == piece.digest for piece in held.pieces):
+            self._held[extent.extent_id] = replace(held, is_checked=True)
             return True
         log.error("the warm copy of extent %d fails its checksum", extent.extent_id)
         self.counters.damaged += 1

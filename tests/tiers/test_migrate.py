@@ -1,0 +1,196 @@
+"""Migration beside readers and writers: old or new, never a mixture, never a lost write.
+
+Nothing happens by itself: seeds stand for the order in which reads of the device, copies,
+write-back, checkpoints and what waits for them go on between each other.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from kvfs.engine.io import Step
+from kvfs.tiers import oplog, warm
+from kvfs.tiers.migrate import Migration
+from tests.engine.audit import audit
+from tests.engine.deferred import Task
+from tests.engine.kit import DIRECTORY, FILE, MIB, new_device
+from tests.engine.test_writer import DeferredBench, make_deferred
+
+SIZE_MAX = 300_000
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="kvfs-migrate-", dir="/dev/shm"))
+    yield made
+    shutil.rmtree(made)
+
+
+@dataclass
+class Session:
+    """A session of some layers, and what each has to hold: all contents since a read began."""
+
+    bench: DeferredBench
+    random: Random
+    directory: int = 0
+    layers: dict[int, bytearray] = field(default_factory=dict)
+    reads: list[tuple[Task[bytes], int, int, int, list[bytes]]] = field(default_factory=list)
+    others: list[Task[object]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        bench = self.bench
+        made = bench.go(bench.store.create(1, b"agent", DIRECTORY, 0, 0))
+        self.directory = made.inode.ino
+        for number in range(3):
+            name = b"layer.%03d" % number
+            node = bench.go(bench.store.create(self.directory, name, FILE, 0, 0))
+            self.layers[node.inode.ino] = bytearray()
+        self.migration = Migration(bench.store, bench.warm, bench.executor)
+
+    def pick(self) -> int:
+        return self.random.choice(list(self.layers))
+
+    def write(self) -> None:
+        """Mostly appends, as an agent does, and now and then something in the middle."""
+        ino = self.pick()
+        content = self.layers[ino]
+        data = self.random.randbytes(self.random.choice([100, 4096, 5000, 65536, 70_000]))
+        at = len(content) if self.random.random() < 0.7 else self.random.randrange(SIZE_MAX // 2)
+        at = min(at, len(content), SIZE_MAX)
+        self.bench.go(self._write(ino, at, data))
+
+    def _write(self, ino: int, at: int, data: bytes) -> Step[None]:
+        yield from self.bench.store.write(ino, at, data)
+        self.layers[ino][at : at + len(data)] = data
+        self._changed(ino)
+
+    def truncate(self) -> None:
+        ino = self.pick()
+        size = self.random.randrange(len(self.layers[ino]) + 1)
+        self.bench.go(self._truncate(ino, size))
+
+    def _truncate(self, ino: int, size: int) -> Step[None]:
+        yield from self.bench.store.set_attributes(ino, size=size)
+        del self.layers[ino][size:]
+        self._changed(ino)
+
+    def _changed(self, ino: int) -> None:
+        for _, read_ino, offset, length, seen in self.reads:
+            if read_ino == ino:
+                seen.append(bytes(self.layers[ino][offset : offset + length]))
+
+    def begin_read(self) -> None:
+        ino = self.pick()
+        offset = self.random.randrange(len(self.layers[ino]) + 1)
+        length = self.random.choice([1, 4096, 100_000, SIZE_MAX])
+        seen = [bytes(self.layers[ino][offset : offset + length])]
+        task = self.bench.begin(self._read(ino, offset, length))
+        self.reads.append((task, ino, offset, length, seen))
+
+    def _read(self, ino: int, offset: int, length: int) -> Step[bytes]:
+        return bytes((yield from self.bench.store.read(ino, offset, length)))
+
+    def begin_migration(self) -> None:
+        migration, ino = self.migration, self.pick()
+        target = self.directory if self.random.random() < 0.3 else ino
+        steps = [
+            lambda: migration.promote(target),
+            lambda: migration.demote(target),
+            lambda: migration.demote_group([self.directory]),
+            lambda: self.bench.store.checkpoint(),
+            lambda: self.bench.store.clean(),
+            lambda: migration.map(ino, leased=self.random.random() < 0.3),
+        ]
+        self.others.append(self.bench.begin(self.random.choice(steps)()))
+
+    def end_leases(self) -> None:
+        for ino in self.layers:
+            self.bench.warm.end_lease(ino)
+
+    def check_reads(self, *, finish: bool) -> None:
+        for read in list(self.reads):
+            task, _, _, _, seen = read
+            if finish:
+                self.bench.executor.finish(task)
+            if task.done:
+                assert task.completion.result() in seen, "a mixture, or bytes of another time"
+                self.reads.remove(read)
+        for other in list(self.others):
+            if finish:
+                self.bench.executor.finish(other)
+            if other.done:
+                other.completion.result()
+                self.others.remove(other)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_readers_writers_and_migrations_at_once(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(oplog, "CHUNK_SIZE", MIB)
+    monkeypatch.setattr(warm, "CHUNK_SIZE", MIB)
+    random = Random(seed)
+    bench = make_deferred(tmpfs, seed, new_device(segments=48))
+    bench.warm.limit = random.choice([4 * MIB, 12 * MIB, 64 * MIB])
+    session = Session(bench, random)
+    for _ in range(100):
+        match random.randrange(10):
+            case 0 | 1 | 2:
+                session.write()
+            case 3 if random.random() < 0.3:
+                session.truncate()
+            case 4 | 5:
+                session.begin_read()
+            case 6 | 7:
+                session.begin_migration()
+            case 8:
+                session.end_leases()
+            case _:
+                for _ in range(random.randrange(20)):
+                    bench.executor.happen()
+        session.check_reads(finish=False)
+    session.check_reads(finish=True)
+    bench.executor.settle()
+    for ino, content in session.layers.items():
+        assert bytes(bench.go(bench.store.read(ino, 0, SIZE_MAX * 2))) == bytes(content)
+    bench.go(bench.store.sync())
+    bench.executor.settle()
+    audit(bench.store)
+    session.end_leases()
+    assert all(kvmap.users == 0 for kvmap in bench.warm._kvmaps.values()), "a leak"
+    bench.open()  # as after SIGKILL
+    for ino, content in session.layers.items():
+        assert bytes(bench.go(bench.store.read(ino, 0, SIZE_MAX * 2))) == bytes(content)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_group_that_goes_down_is_cold_and_comes_up_again(tmpfs: Path, seed: int) -> None:
+    random = Random(seed)
+    bench = make_deferred(tmpfs, seed, new_device(segments=48))
+    session = Session(bench, random)
+    for _ in range(40):
+        session.write()
+    migration = session.migration
+    assert bench.go(migration.tier(session.directory)) == "warm"
+    assert bench.go(migration.demote_group([session.directory])) > 0
+    assert bench.go(migration.tier(session.directory)) == "cold"
+    for ino, content in session.layers.items():
+        extents = bench.go(bench.store.extents(ino, 0, len(content)))
+        assert len(extents) <= 2 * max(1, -(-len(content) // (128 * 1024))) + 1, "it is packed"
+    assert bench.go(migration.promote(session.directory))
+    assert bench.go(migration.tier(session.directory)) == "warm"
+    reads: list[int] = []
+    bench.device.fail = lambda kind, address, length: reads.append(address)
+    for ino, content in session.layers.items():
+        assert bytes(bench.go(bench.store.read(ino, 0, SIZE_MAX * 2))) == bytes(content)
+    assert reads == [], "what is warm is answered from memory"
+    bench.executor.settle()
+    bench.go(bench.store.sync())
+    audit(bench.store)
