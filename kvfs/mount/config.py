@@ -10,6 +10,8 @@ import tomli_w
 
 from kvfs.engine.store import StoreOptions
 
+WARM_DIRECTORY = Path("/dev/shm")
+
 
 @dataclass(frozen=True, slots=True)
 class MountConfig:
@@ -17,7 +19,7 @@ class MountConfig:
 
     mountpoint: Path
     source: Path
-    warm_directory: Path = Path("/dev/shm")
+    warm_directory: Path = WARM_DIRECTORY
     warm_size: int | None = None
     options: frozenset[str] = frozenset()
     deadline_seconds: float = 30.0

@@ -20,8 +20,9 @@ from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.format import Superblock
 from kvfs.engine.store import Store
 from kvfs.engine.superblocks import read_superblocks
+from kvfs.mount import large_pages
 from kvfs.mount.backing import claimed
-from kvfs.mount.config import MountConfig
+from kvfs.mount.config import WARM_DIRECTORY, MountConfig
 from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
@@ -64,6 +65,8 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         config = replace(config, warm_size=warm_size)
         buffer = WarmTier(directory, warm_size, executor)
         if not config.read_only:
+            if has_own_tmpfs(config):
+                large_pages.provide(directory.parent)
             _claim(directory)
         store = Store.open(device, str(config.source), executor, buffer, config.store)
         if store.damage:
@@ -84,11 +87,19 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
             pyfuse3.close(unmount=True)
             with trio.CancelScope(shield=True):
                 await drive(store.close(), config.deadline_seconds)
+            if has_own_tmpfs(config):
+                large_pages.give_up(directory.parent)
         nursery.cancel_scope.cancel()
 
 
 def _log_directory(config: MountConfig, superblock: Superblock) -> Path:
     return config.warm_directory / f"kvfs-{os.geteuid()}" / str(UUID(bytes=superblock.uuid))
+
+
+def has_own_tmpfs(config: MountConfig) -> bool:
+    """Who names a directory for warm memory has it as it is."""
+    is_default = config.warm_directory == WARM_DIRECTORY
+    return is_default and os.geteuid() == 0 and not config.read_only
 
 
 def _claim(directory: Path) -> None:

@@ -33,6 +33,7 @@ from kvfs.tiers.mapping import map_shared
 
 _SPAN_MIN = 256 * 1024
 _SPAN_MAX = 16 * 1024 * 1024
+_LARGE_PAGE = 2 * 1024 * 1024
 _SEGMENT_GROWTH_MAX = 1024 * 1024
 _TABLE_SIZE = 64 * 1024
 _OPEN_SEGMENTS_MAX = 4096
@@ -160,8 +161,7 @@ class Kvmap:
                 self._begin(coming.region.result(), coming.base)
                 return
             self.taken -= coming.length
-        length = round_up(max(size, _SPAN_MIN), KVMAP_SEGMENT_ALIGN)
-        base = self._reserve(length)
+        base, length = self._reserve(size)
         try:
             region = _make_span(self.path, base, length)
         except OSError:
@@ -173,8 +173,7 @@ class Kvmap:
         """Have the next part, with room for `size` bytes, made ready by a thread: fresh memory
         costs more than the copy into it. What is done by then counts when it grows."""
         if self._coming is None:
-            length = round_up(max(size, _SPAN_MIN), KVMAP_SEGMENT_ALIGN)
-            base = self._reserve(length)
+            base, length = self._reserve(size)
             span = submit(partial(_make_span, self.path, base, length))
             self._coming = _Coming(base, length, span)
         return self._coming.region
@@ -248,11 +247,13 @@ class Kvmap:
 
     # -- details
 
-    def _reserve(self, length: int) -> int:
+    def _reserve(self, size: int) -> tuple[int, int]:
+        """The next part of the file, for `size` bytes: where it begins, and its length."""
         base = self._end
-        self._end += length
-        self.taken += length
-        return base
+        end = base + max(size, _SPAN_MIN)
+        self._end = round_up(end, _LARGE_PAGE if size > _LARGE_PAGE else KVMAP_SEGMENT_ALIGN)
+        self.taken += self._end - base
+        return base, self._end - base
 
     def _begin(self, region: memoryview, base: int) -> None:
         self._add(region, base)
