@@ -26,6 +26,7 @@ from kvfs.mount.config import WARM_DIRECTORY, MountConfig
 from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
+from kvfs.mount.memory import warm_limit
 from kvfs.mount.mounts import find_mount
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.oplog import CHUNK_SIZE, log_at
@@ -61,13 +62,13 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         executor = LoopExecutor(nursery, _THREADS)
         superblocks = read_superblocks(device, str(config.source))
         directory = _log_directory(config, superblocks.newest)
-        warm_size = _warm_limit(config)
-        config = replace(config, warm_size=warm_size)
-        buffer = WarmTier(directory, warm_size, executor)
         if not config.read_only:
             if has_own_tmpfs(config):
                 large_pages.provide(directory.parent)
             _claim(directory)
+        warm_size = _warm_limit(config, directory)
+        config = replace(config, warm_size=warm_size)
+        buffer = WarmTier(directory, warm_size, executor)
         store = Store.open(device, str(config.source), executor, buffer, config.store)
         if store.damage:
             log.error("%s", store.damage)
@@ -142,15 +143,14 @@ def _mount(filesystem: Filesystem, config: MountConfig) -> None:
         os.close(fd)
 
 
-def _warm_limit(config: MountConfig) -> int:
-    """Half of what the tmpfs has free, at most what was asked for."""
-    status = os.statvfs(config.warm_directory)
-    half = status.f_bavail * status.f_frsize // 2
-    limit = half if config.warm_size is None else min(half, config.warm_size)
+def _warm_limit(config: MountConfig, directory: Path) -> int:
+    own = directory.parent
+    tmpfs = own if own.is_dir() else config.warm_directory
+    limit = warm_limit(directory, tmpfs, config.warm_size)
     if limit < _WARM_SIZE_MIN:
         raise DeviceError(
-            f"the operation log needs {_WARM_SIZE_MIN // 2**20} MiB, and gets {limit // 2**20} "
-            f"MiB: raise --warm, or use a --warm-dir with {2 * _WARM_SIZE_MIN // 2**20} MiB free"
+            f"the warm tier needs {_WARM_SIZE_MIN // 2**20} MiB, and gets {limit // 2**20} MiB: "
+            f"raise --warm, or use a --warm-dir with {_WARM_SIZE_MIN // 2**20} MiB free"
         )
     return limit
 

@@ -142,7 +142,7 @@ def test_a_full_tmpfs_is_no_warm_directory(
     warm = make_tmpfs("80M")
     fill(warm)
     refused = refusal(mounter, mounter.image, "--warm-dir", str(warm))
-    assert "the operation log needs 32 MiB, and gets 0 MiB" in refused
+    assert "the warm tier needs 32 MiB, and gets 0 MiB" in refused
 
 
 def test_a_tmpfs_that_others_fill_costs_nothing_that_was_answered(
