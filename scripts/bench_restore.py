@@ -5,9 +5,10 @@
 A session of 30 layers x 8 MiB of random bytes. Each round measures, one after the
 other: fio writing and reading 240 MiB of a new file (O_DIRECT, 1 MiB, depth
 8), saving the session with one fsync at the end by one writer and by four, restoring
-it with O_DIRECT and with plain buffered reads, the kernel's page cache dropped before
-each (needs root), and writing the same to two filesystems that store nothing: one drops
-the bytes, the other does only what the promise of KVFS costs (see null_filesystem.py).
+it with O_DIRECT and with plain buffered reads, the session sent down from the warm tier
+and the kernel's page cache dropped before each (needs root), and writing the same to two
+filesystems that store nothing: one drops the bytes, the other does only what the promise
+of KVFS costs (see null_filesystem.py).
 Ratios are medians of the rounds' ratios: the disk drifts, the rounds are interleaved.
 """
 
@@ -101,10 +102,10 @@ def one_round(mountpoint: Path, nulls: list[Path], raw: Path, number: int) -> Ro
     )
     save = speed(lambda: save_session(layers, data))
     save_by_four = speed(lambda: save_session([parallel / name for name in names], data, 4))
-    drop_caches()
+    make_cold(session)
     direct = speed(lambda: restore(layers, buffer, data, os.O_DIRECT))
     # So that the daemon's own cache cannot help: more than it holds lies between.
-    drop_caches()
+    make_cold(session)
     buffered = speed(lambda: restore(layers, buffer, data, 0))
     return Round(raw_read, raw_write, null_write, keep_write, save, save_by_four, direct, buffered)
 
@@ -149,6 +150,12 @@ def fio(path: Path, what: str) -> float:
     ]  # fmt: skip
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return float(json.loads(output)["jobs"][0][what]["bw_bytes"]) / 1e6
+
+
+def make_cold(session: Path) -> None:
+    """Neither the warm tier nor the kernel has any of it."""
+    os.setxattr(session, "user.kvfs.demote", b"1")
+    drop_caches()
 
 
 def drop_caches() -> None:

@@ -154,13 +154,8 @@ class Kvmap:
 
     def grow(self, size: int) -> None:
         """At once, so that `size` bytes can be placed. Raises OSError."""
-        coming = self._coming
-        if coming is not None and coming.region.done and coming.length >= size:
-            self._coming = None
-            if coming.region.error is None:
-                self._begin(coming.region.result(), coming.base)
-                return
-            self.taken -= coming.length
+        if self._coming is not None and self._coming.length >= size and self.begin_prepared():
+            return
         base, length = self._reserve(size)
         try:
             region = _make_span(self.path, base, length)
@@ -177,6 +172,18 @@ class Kvmap:
             span = submit(partial(_make_span, self.path, base, length))
             self._coming = _Coming(base, length, span)
         return self._coming.region
+
+    def begin_prepared(self) -> bool:
+        """Place what comes in what was prepared, if it is ready."""
+        coming = self._coming
+        if coming is None or not coming.region.done:
+            return False
+        self._coming = None
+        if coming.region.error is not None:
+            self.taken -= coming.length
+            return False
+        self._begin(coming.region.result(), coming.base)
+        return True
 
     @property
     def is_prepared(self) -> bool:

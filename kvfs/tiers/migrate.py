@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from kvfs.engine.buffer import Kept, Place, cut
 from kvfs.engine.files import Part, Stored
-from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, round_up
+from kvfs.engine.format import EXTENT_SIZE_MAX, KVMAP_SEGMENT_ALIGN, Extent, round_up
 from kvfs.engine.io import Completion, Executor, Step, wait
 from kvfs.engine.reader import neighbours
 from kvfs.engine.store import Store
@@ -70,12 +70,25 @@ class Migration:
         if not node.is_directory:
             return (yield from self._alone(ino, self._promote_file(ino)))
         complete = True
-        for entry in (yield from self._entries(ino)):
+        entries = yield from self._entries(ino)
+        yield from self._make_ready(ino, entries)
+        for entry in entries:
             try:
                 complete &= yield from self.promote(entry)
             except FileNotFoundError:
                 continue  # it was removed meanwhile
         return complete
+
+    def _make_ready(self, session: int, entries: list[int]) -> Step[None]:
+        """Memory for the files of a session of which nothing is here."""
+        size = 0
+        yield from self.store.load(entries)
+        for entry in entries:
+            if (yield from self.tier(entry)) == "cold":
+                length = (yield from self.store.node(entry)).inode.size
+                size += round_up(length, KVMAP_SEGMENT_ALIGN)
+        if size and (yield from self.store.units.session_of(entries[0])) == session:
+            yield from self.warm.make_ready(session, size)
 
     def prefetch(self, ino: int) -> None:
         """Begin to bring it in, unless too much else is on its way."""
@@ -223,21 +236,31 @@ class Migration:
         node = yield from self.store.node(ino)
         if node.is_directory:
             return None
-        yield from self.promote(ino)
+        parts = yield from self._in_memory(ino)
+        if parts is None:
+            yield from self.promote(ino)
+            parts = yield from self._in_memory(ino)
+        if parts is None:
+            return None
+        segments = self.warm.lease(ino, parts) if leased else self.warm.segments(parts)
+        if segments is None:
+            return None
         node = yield from self.store.node(ino)
-        parts: list[Kept] = []
-        for part in (yield from self.store.parts(ino, 0, node.inode.size)):
+        return Mapped(node.inode.ctime_ns, node.inode.size, segments)
+
+    def _in_memory(self, ino: int) -> Step[list[Kept] | None]:
+        """The pieces of a file, if all of it is here and it has no hole."""
+        size = (yield from self.store.node(ino)).inode.size
+        pieces: list[Kept] = []
+        for part in (yield from self.store.parts(ino, 0, size)):
             if isinstance(part, Kept):
-                parts.append(part)
+                pieces.append(part)
                 continue
             held = self.store.reader.warm(part.extent) if isinstance(part, Stored) else None
             if not isinstance(part, Stored) or held is None:
                 return None
-            parts += cut(held, part.skew, part.length)
-        segments = self.warm.lease(ino, parts) if leased else self.warm.segments(parts)
-        if segments is None:
-            return None
-        return Mapped(node.inode.ctime_ns, node.inode.size, segments)
+            pieces += cut(held, part.skew, part.length)
+        return pieces
 
     # -- details
 

@@ -306,6 +306,24 @@ class WarmTier:
 
     # -- what is brought in from the ring
 
+    def make_ready(self, unit: int, size: int) -> Step[None]:
+        """Have memory for so many bytes of a session made ready at once, in a thread: in large
+        pages, where there are any."""
+        size = min(size, self._file_max(unit))
+        kvmap = self._current.get(unit)
+        if kvmap is None or kvmap.taken + size > self._file_max(unit):
+            kvmap = self._with_room(None, unit, 0)
+        if kvmap is None or kvmap.room >= size or not self.make_room(size):
+            return
+        kvmap.users += 1
+        try:
+            coming = self._changing(kvmap, partial(kvmap.prepare, size, self.executor.submit))
+            if not coming.done:
+                yield coming
+            self._changing(kvmap, kvmap.begin_prepared)
+        finally:
+            kvmap.users -= 1
+
     def reserve(self, place: Place, size: int) -> Step[Filling | None]:
         """Memory for so many bytes of a file, to be filled, in a warm file that stays until
         `filled`. None when there is no room for it."""
