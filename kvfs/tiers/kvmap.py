@@ -93,7 +93,7 @@ class Kvmap:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         kvmap = cls(path, header)
         try:
-            kvmap.grow(_SPAN_MIN)
+            kvmap.grow(KVMAP_DATA_START + _SPAN_MIN)
         except OSError:
             path.unlink()
             raise
@@ -277,14 +277,16 @@ class Kvmap:
         is_last = segment.region is self._regions[-1] and segment.limit == self._free
         if not is_last or len(segment.region) - segment.fill < length:
             return False
-        segment.limit = min(round_up(segment.fill + length, self._align), len(segment.region))
+        segment.limit = min(
+            round_up(segment.fill + length, alignment(self.header.unit)), len(segment.region)
+        )
         self._free = segment.limit
         return True
 
     def _new_segment(self, place: Place, length: int, wanted: int) -> _Segment | None:
         """The bytes lie in memory as in the file's blocks, so that direct I/O takes them."""
         skew = place.offset % BLOCK
-        size = round_up(skew + length, self._align)
+        size = round_up(skew + length, alignment(self.header.unit))
         if self.room < size:
             return None
         size = min(max(size, wanted), self.room)
@@ -292,10 +294,10 @@ class Kvmap:
         self._free += size
         return _Segment(self._regions[-1], start, start + skew, start + size, place.offset)
 
-    @property
-    def _align(self) -> int:
-        """Files of a pool may be many and small."""
-        return KVMAP_SEGMENT_ALIGN if self.header.unit else BLOCK
+
+def alignment(unit: int) -> int:
+    """Of segments: files of a pool may be many and small."""
+    return KVMAP_SEGMENT_ALIGN if unit else BLOCK
 
 
 def _make_span(path: Path, base: int, length: int) -> memoryview:

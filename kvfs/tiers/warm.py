@@ -26,7 +26,6 @@ from kvfs.engine.buffers import copy
 from kvfs.engine.codec import Codec
 from kvfs.engine.format import (
     KVMAP_DATA_START,
-    KVMAP_SEGMENT_ALIGN,
     Extent,
     FormatError,
     KvmapEntry,
@@ -34,7 +33,7 @@ from kvfs.engine.format import (
     checksum,
 )
 from kvfs.engine.io import Executor, Step
-from kvfs.tiers.kvmap import Kvmap
+from kvfs.tiers.kvmap import Kvmap, alignment
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
 
 log = logging.getLogger(__name__)
@@ -344,7 +343,7 @@ class WarmTier:
         return Filling(kvmap, place, kept)
 
     def _room_to_fill(self, kvmap: Kvmap, place: Place, size: int) -> Step[Kept | None]:
-        needed = size + 2 * KVMAP_SEGMENT_ALIGN
+        needed = size + 2 * alignment(place.unit)
         if kvmap.room < needed:
             if not self.make_room(needed):
                 return None
@@ -434,7 +433,7 @@ class WarmTier:
         return kvmap, kept
 
     def _with_room(self, kvmap: Kvmap | None, unit: int, length: int) -> Kvmap | None:
-        needed = length + 2 * KVMAP_SEGMENT_ALIGN
+        needed = length + 2 * alignment(unit)
         try:
             if kvmap is None or kvmap.taken + needed > self._file_max(unit):
                 if not self.make_room(needed + KVMAP_DATA_START):

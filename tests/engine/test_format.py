@@ -16,6 +16,9 @@ from kvfs.engine.format import (
     BLOCK,
     DATA_START,
     FORMAT_VERSION,
+    KVMAP_ENTRY_SIZE,
+    KVMAP_LAYOUT_AT,
+    KVMAP_TABLES_MAX,
     NAME_COLLISIONS_MAX,
     SUPERBLOCK_ADDRESSES,
     Dentry,
@@ -25,6 +28,9 @@ from kvfs.engine.format import (
     FrameHeader,
     Inode,
     Item,
+    KvmapEntry,
+    KvmapHeader,
+    KvmapLayout,
     OplogChunkHeader,
     Pointer,
     Position,
@@ -163,6 +169,22 @@ def test_small_structures_come_back(
     assert OplogChunkHeader.unpack(header.pack()) == header
 
 
+@given(
+    st.builds(KvmapHeader, BYTES_16, BYTES_16, U64, U64, U64),
+    st.builds(KvmapLayout, U64, st.lists(U64, max_size=KVMAP_TABLES_MAX).map(tuple)),
+    st.builds(KvmapEntry, U64, U64, U64, U64, U64, U64, U64),
+)
+def test_what_a_warm_file_holds_comes_back(
+    header: KvmapHeader, layout: KvmapLayout, entry: KvmapEntry
+) -> None:
+    assert len(header.pack()) <= KVMAP_LAYOUT_AT
+    assert KVMAP_LAYOUT_AT + len(layout.pack()) <= BLOCK
+    assert len(entry.pack()) == KVMAP_ENTRY_SIZE
+    assert KvmapHeader.unpack(header.pack() + b"what follows") == header
+    assert KvmapLayout.unpack(layout.pack() + b"what follows") == layout
+    assert KvmapEntry.unpack(entry.pack()) == entry
+
+
 @given(U64, U32, NAMES, st.binary(max_size=300))
 def test_names_of_any_bytes_come_back(ino: int, kind: int, name: bytes, value: bytes) -> None:
     assert Dentry.unpack(Dentry(ino, kind, name).pack()) == Dentry(ino, kind, name)
@@ -215,10 +237,20 @@ def test_each_flipped_bit_of_a_frame_header_is_refused() -> None:
     assert passed == []
 
 
-def test_each_flipped_bit_of_a_log_chunk_header_is_refused() -> None:
-    packed = OplogChunkHeader(b"u" * 16, b"t" * 16, 3).pack()
-    bits = range(8 * OplogChunkHeader.SIZE)
-    passed = [b for b in bits if not refused(OplogChunkHeader.unpack, flipped(packed, b))]
+@pytest.mark.parametrize(
+    "structure",
+    [
+        OplogChunkHeader(b"u" * 16, b"t" * 16, 3),
+        KvmapHeader(b"u" * 16, b"t" * 16, 3, 1000, 1),
+        KvmapLayout(700, (4096, 1 << 20)),
+        KvmapEntry(1000, 17, 0, 65536, 131072, 5, 6),
+    ],
+    ids=lambda structure: type(structure).__name__,
+)
+def test_each_flipped_bit_of_what_lies_in_tmpfs_is_refused(structure: Any) -> None:
+    packed = structure.pack()
+    bits = range(0, 8 * len(packed), 1 if len(packed) < 200 else 37)
+    passed = [b for b in bits if not refused(structure.unpack, flipped(packed, b))]
     assert passed == []
 
 
@@ -230,6 +262,9 @@ def test_arbitrary_bytes_are_a_format_error_or_a_structure(data: bytes, magic: b
         Superblock.unpack,
         FrameHeader.unpack,
         OplogChunkHeader.unpack,
+        KvmapHeader.unpack,
+        KvmapLayout.unpack,
+        KvmapEntry.unpack,
         Pointer.unpack,
         Position.unpack,
         Dentry.unpack,
@@ -245,7 +280,17 @@ def test_arbitrary_bytes_are_a_format_error_or_a_structure(data: bytes, magic: b
         refused(unpack, magic + data)
 
 
-@pytest.mark.parametrize("unpack", [Superblock.unpack, FrameHeader.unpack, OplogChunkHeader.unpack])
+@pytest.mark.parametrize(
+    "unpack",
+    [
+        Superblock.unpack,
+        FrameHeader.unpack,
+        OplogChunkHeader.unpack,
+        KvmapHeader.unpack,
+        KvmapLayout.unpack,
+        KvmapEntry.unpack,
+    ],
+)
 @given(data=st.binary(max_size=300))
 def test_arbitrary_bytes_are_never_what_has_a_checksum(
     unpack: Callable[[bytes], Any], data: bytes

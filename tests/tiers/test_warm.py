@@ -1,0 +1,294 @@
+"""The warm tier alone: where writes land, what survives the process, what is given up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvfs.engine.buffer import InRing, Kept, Place
+from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
+from kvfs.engine.io import InlineExecutor
+from kvfs.tiers import oplog, warm
+from kvfs.tiers.warm import WarmTier
+
+UUID, TOKEN, OTHER = b"u" * 16, b"t" * 16, b"o" * 16
+MIB = 1024 * 1024
+SESSION, FILE = 1000, 2000
+Record = tuple[int, bytes, bytes]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="kvfs-warm-", dir="/dev/shm"))
+    yield made / "ring"
+    shutil.rmtree(made)
+
+
+def opened(
+    directory: Path, token: bytes = TOKEN, sequence: int = 0, limit: int = 64 * MIB
+) -> tuple[WarmTier, list[Record]]:
+    tier = WarmTier(directory, limit, InlineExecutor())
+    left = [(r.sequence, r.operation, bytes(r.kept.data)) for r in tier.open(UUID, token, sequence)]
+    tier.begin(token)
+    return tier, left
+
+
+def put(
+    tier: WarmTier, sequence: int, data: bytes, offset: int = 0, unit: int = SESSION
+) -> tuple[Record, Kept]:
+    operation = b"op %d" % sequence
+    kept = tier.append(sequence, operation, data, Place(unit, FILE, offset))
+    assert bytes(kept.data) == data
+    return (sequence, operation, data), kept
+
+
+def extent_of(number: int, data: bytes) -> Extent:
+    return Extent(number, 4096 * number, len(data), len(data), 0, 1, checksum(data))
+
+
+def commit(tier: WarmTier, sequence: int, extent: Extent, pieces: list[Kept]) -> None:
+    tier.in_ring([InRing(extent, FILE, 0, pieces, 100)])
+    tier.release(sequence)
+
+
+def found(tier: WarmTier, extent: Extent) -> bytes | None:
+    pieces = tier.find(extent, is_use=True)
+    return None if pieces is None else b"".join(piece.data for piece in pieces)
+
+
+def kvmaps(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.kvmap"))
+
+
+# -- what survives the process ---------------------------------------------------------
+
+
+def test_what_was_answered_survives_and_lies_in_the_sessions_file(directory: Path) -> None:
+    tier, left = opened(directory)
+    assert left == []
+    records = [put(tier, n, os.urandom(5000), 5000 * (n - 1))[0] for n in range(1, 30)]
+    (path,) = kvmaps(directory)
+    assert path.name == f"{SESSION}.kvmap"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert opened(directory)[1] == records
+
+
+def test_what_is_in_the_ring_is_found_by_the_next_process(directory: Path) -> None:
+    tier, _ = opened(directory)
+    data = os.urandom(200_000)
+    _, kept = put(tier, 1, data)
+    extent = extent_of(7, data)
+    commit(tier, 1, extent, [kept])
+    assert found(tier, extent) == data
+    again, left = opened(directory, sequence=1)
+    assert left == []
+    assert found(again, extent) == data
+    assert again.counters.taken_over == len(data)
+
+
+def test_an_extent_in_pieces_is_found_too(directory: Path) -> None:
+    tier, _ = opened(directory)
+    parts = [os.urandom(30_000) for _ in range(8)]
+    kept = [put(tier, n, part, 30_000 * (n - 1))[1] for n, part in enumerate(parts, 1)]
+    put(tier, 9, b"other", 10**6)
+    kept.append(put(tier, 10, parts[0], 240_000)[1])
+    extent = extent_of(7, b"".join([*parts, parts[0]]))
+    commit(tier, 10, extent, kept)
+    assert found(tier, extent) == b"".join([*parts, parts[0]])
+    assert found(opened(directory, sequence=10)[0], extent) == b"".join([*parts, parts[0]])
+
+
+def test_of_another_mount_nothing_is_found(directory: Path) -> None:
+    tier, _ = opened(directory)
+    data = os.urandom(5000)
+    _, kept = put(tier, 1, data)
+    commit(tier, 1, extent_of(7, data), [kept])
+    again, left = opened(directory, token=OTHER)
+    assert left == []
+    assert found(again, extent_of(7, data)) is None
+    assert kvmaps(directory) == []
+
+
+def test_an_extent_that_is_another_by_its_checksum_is_not_found(directory: Path) -> None:
+    """A copy of the image may have gone another way."""
+    tier, _ = opened(directory)
+    data = os.urandom(5000)
+    _, kept = put(tier, 1, data)
+    commit(tier, 1, extent_of(7, data), [kept])
+    assert found(tier, extent_of(7, os.urandom(5000))) is None
+
+
+@pytest.mark.parametrize("at", [0, 4096, 4096 + 63, 65536, 65536 + 100, 65536 + 70_000])
+def test_a_changed_byte_costs_clean_data_alone_or_ends_the_log(directory: Path, at: int) -> None:
+    """What it never does is to show other bytes."""
+    tier, _ = opened(directory)
+    clean, dirty = os.urandom(70_000), os.urandom(70_000)
+    _, kept = put(tier, 1, clean)
+    extent = extent_of(7, clean)
+    commit(tier, 1, extent, [kept])
+    record, _ = put(tier, 2, dirty, 70_000)
+    (path,) = kvmaps(directory)
+    with open(path, "r+b") as file:
+        file.seek(at)
+        old = file.read(1)
+        file.seek(at)
+        file.write(bytes([old[0] ^ 1]))
+    again, left = opened(directory, sequence=1)
+    assert left == ([] if at in (0, 65536 + 70_000) else [record])
+    assert found(again, extent) == (clean if at == 65536 + 70_000 else None)
+
+
+def test_a_torn_layout_costs_what_is_clean_alone(directory: Path) -> None:
+    tier, _ = opened(directory)
+    data = os.urandom(5000)
+    _, kept = put(tier, 1, data)
+    commit(tier, 1, extent_of(7, data), [kept])
+    record, _ = put(tier, 2, data, 5000)
+    (path,) = kvmaps(directory)
+    with open(path, "r+b") as file:
+        file.seek(KVMAP_LAYOUT_AT)
+        file.write(bytes(KvmapLayout.SIZE))
+    again, left = opened(directory, sequence=1)
+    assert left == [record]
+    assert found(again, extent_of(7, data)) in (None, data)
+
+
+def test_a_clean_end_leaves_nothing(directory: Path) -> None:
+    tier, _ = opened(directory)
+    put(tier, 1, b"data")
+    tier.close(keep=False)
+    assert not directory.exists()
+
+
+# -- where things lie ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 4096, 5000, 65536 + 17])
+def test_data_lies_as_in_the_blocks_of_its_file(directory: Path, offset: int) -> None:
+    """Direct I/O takes it from there."""
+    tier, _ = opened(directory)
+    _, kept = put(tier, 1, bytes(70_000), offset)
+    address = np.frombuffer(kept.data, np.uint8).ctypes.data
+    assert address % BLOCK == offset % BLOCK
+
+
+def test_what_is_appended_in_small_parts_lies_in_one(directory: Path) -> None:
+    tier, _ = opened(directory)
+    pieces: list[Kept] = []
+    for number in range(256):
+        _, kept = put(tier, number + 1, bytes([number]) * 4096, 4096 * number)
+        joined = pieces[-1].joined(kept) if pieces else None
+        pieces = [*pieces[:-1], joined] if joined else [*pieces, kept]
+    assert len(pieces) <= 6
+
+
+def test_files_of_pools_share_warm_files_by_time(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_POOL_FILE_MAX", MIB)
+    tier, _ = opened(directory)
+    for number in range(40):
+        put(tier, number + 1, os.urandom(100_000), 0, unit=0)
+    names = [path.name for path in kvmaps(directory)]
+    assert 4 <= len(names) <= 8
+    assert all(name.startswith("pool.") for name in names)
+
+
+# -- what is given up ------------------------------------------------------------------
+
+
+def test_what_was_not_used_for_the_longest_time_goes_first(directory: Path) -> None:
+    tier, _ = opened(directory, limit=32 * MIB)
+    extents = {}
+    for number in range(1, 4):
+        data = os.urandom(MIB)
+        _, kept = put(tier, number, data, unit=SESSION + number)
+        extents[number] = extent_of(number, data)
+        commit(tier, number, extents[number], [kept])
+    assert found(tier, extents[1]) is not None, "that is a use"
+    assert tier.least_used(2) == [SESSION + 2, SESSION + 3]
+    assert tier.evict_unit(SESSION + 2) > MIB
+    assert found(tier, extents[2]) is None
+    assert found(tier, extents[3]) is not None
+
+
+def test_what_the_ring_lacks_stays(directory: Path) -> None:
+    tier, _ = opened(directory)
+    record, _ = put(tier, 1, os.urandom(MIB))
+    assert tier.evict_unit(SESSION) == 0
+    assert not tier.make_room(64 * MIB)
+    assert opened(directory)[1] == [record]
+
+
+def test_who_has_mapped_memory_keeps_it(directory: Path) -> None:
+    tier, _ = opened(directory)
+    data = os.urandom(MIB)
+    _, kept = put(tier, 1, data)
+    commit(tier, 1, extent_of(7, data), [kept])
+    assert tier.lease(FILE, [kept]) is not None
+    assert tier.evict_unit(SESSION) == 0
+    tier.end_lease(FILE)
+    assert tier.evict_unit(SESSION) > 0
+    assert bytes(kept.data) == data, "a view outlives the file"
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "put", "put", "commit", "forget", "find", "evict"]),
+        st.integers(0, 4),
+        st.integers(1, 300_000),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=STEPS)
+def test_it_holds_the_limit_and_shows_right_bytes(
+    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, int, int]]
+) -> None:
+    """Against a model: what is in the ring, what is not, and that room which was promised is
+    there."""
+    monkeypatch.setattr(oplog, "CHUNK_SIZE", 512 * 1024)
+    monkeypatch.setattr(warm, "CHUNK_SIZE", 512 * 1024)
+    limit = 4 * MIB
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as made:
+        directory = Path(made, "ring")
+        tier, _ = opened(directory, limit=limit)
+        sequence = released = 0
+        dirty: list[tuple[Record, Kept, int]] = []
+        extents: dict[int, tuple[Extent, bytes]] = {}
+        for what, number, size in steps:
+            if what == "put" and tier.has_room(size + BLOCK):
+                sequence += 1
+                data = bytes([sequence % 251]) * size
+                record, kept = put(tier, sequence, data, unit=SESSION + number if number else 0)
+                dirty.append((record, kept, sequence))
+            elif what == "commit" and dirty:
+                (_, _, data), kept, released = dirty.pop(0)
+                extent = extent_of(released, data)
+                extents[released] = (extent, data)
+                commit(tier, released, extent, [kept])
+            elif what == "forget" and extents:
+                extent, _ = extents.pop(min(extents))
+                tier.forget([extent])
+                assert found(tier, extent) is None
+            elif what == "evict":
+                tier.evict_unit(SESSION + number)
+            for extent, data in extents.values():
+                assert found(tier, extent) in (None, data)
+            assert tier.usage().taken <= limit
+            on_disk = sum(p.stat().st_blocks * 512 for p in directory.rglob("*") if p.is_file())
+            assert on_disk <= limit
+        again, left = opened(directory, sequence=released, limit=limit)
+        assert left == [record for record, _, _ in dirty]
+        for extent, data in extents.values():
+            assert found(again, extent) in (None, data)
