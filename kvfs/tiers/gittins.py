@@ -51,7 +51,7 @@ _BY_HINT = (_TAIL + 1, len(Hint), _BINS)
 _PRIOR_KEYS = 50.0
 # Learning looks at all keys: not before a share of them was used.
 _LEARN_SHARE = 16
-_LEARN_MIN = 4096
+_LEARN_MIN = 8192
 # Uses after which what was learnt counts 1 / e.
 _MEMORY_USES = 50e6
 
@@ -123,8 +123,8 @@ class GittinsPolicy(RankedPolicy):
         self._reused *= kept
         self._given_up *= kept
         waiting = self._given_up + self._count(np.flatnonzero(self._uses), now_s)
-        hazard = _hazard(self._reused.reshape(_BY_HINT), waiting.reshape(_BY_HINT))
-        self._index = gittins_index(hazard, _WIDTHS_S).reshape(_CLASSES, _BINS)
+        index = _learnt_index(self._reused.reshape(_BY_HINT), waiting.reshape(_BY_HINT))
+        self._index = index.reshape(_CLASSES, _BINS)
         self._until_learning = self._learnt = self._next_lesson()
 
     def _next_lesson(self) -> int:
@@ -140,16 +140,19 @@ class GittinsPolicy(RankedPolicy):
         self._slots.give_back(gone)
 
 
-def _hazard(reused: Counts, waiting: Counts) -> Counts:
-    """The probability of a use within each bin of age, of those that got there. Both arrays:
-    those used again, and those that are not yet, by class, hint and bin."""
+def _learnt_index(reused: Counts, waiting: Counts) -> Counts:
+    """Both arrays: keys used again, and those that are not yet, by class, hint and bin. The
+    hazard is the probability of a use within a bin of age, of those that got there."""
     reused, waiting = _with_all_as_unhinted(reused), _with_all_as_unhinted(waiting)
     events = reused + waiting
     # Who waits in a bin was at risk in half of it.
     at_risk = events[..., ::-1].cumsum(-1)[..., ::-1] - waiting / 2
     of_all = (reused[:, Hint.NONE].sum(0) + 1e-3) / (at_risk[:, Hint.NONE].sum(0) + 1)
     of_hint = _shrunk(reused.sum(0), at_risk.sum(0), of_all)
-    return _shrunk(reused, at_risk, of_hint)
+    index = np.broadcast_to(gittins_index(of_hint, _WIDTHS_S), reused.shape).copy()
+    is_seen = at_risk[..., 0] > 0
+    index[is_seen] = gittins_index(_shrunk(reused, at_risk, of_hint)[is_seen], _WIDTHS_S)
+    return index
 
 
 def _with_all_as_unhinted(counts: Counts) -> Counts:
