@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvfs.engine.policy import Hint, Keys
+from kvfs.engine.policy import Hint
 from kvfs.tiers.ranked import RankedPolicy, Values, grown, lowest
 from kvfs.tiers.slots import Slots
 
@@ -79,7 +79,7 @@ class GittinsPolicy(RankedPolicy):
 
     def _used(self, slots: Slots, now_s: float) -> None:
         known = slots[self._uses[slots] > 0]
-        self._reused += self._count(known, now_s)
+        np.add.at(self._reused, self._cells(known, now_s), 1)
         self._gap_s[known] = now_s - self._used_s[known]
         self._uses[slots] += 1
         self._used_s[slots] = now_s
@@ -100,15 +100,18 @@ class GittinsPolicy(RankedPolicy):
             classes[0] = _TAIL
         return (classes * len(Hint)).astype(np.int32)
 
-    def hint(self, keys: Keys, hint: Hint) -> None:
-        slots = self._slots.find(keys)
+    def _hinted(self, slots: Slots, hint: Hint) -> None:
         self._class[slots] += hint - self._class[slots] % len(Hint)
 
     def _worth(self, slots: Slots, now_s: float) -> Values:
-        return self._index[self._class[slots], _bins(now_s - self._used_s[slots])]
+        return self._index[self._cells(slots, now_s)]
+
+    def _cells(self, slots: Slots, now_s: float) -> tuple[Classes, Slots]:
+        """The classes and the bins of age."""
+        return self._class[slots], _bins(now_s - self._used_s[slots])
 
     def _count(self, slots: Slots, now_s: float) -> Counts:
-        cells = self._class[slots] * _BINS + _bins(now_s - self._used_s[slots])
+        cells = np.ravel_multi_index(self._cells(slots, now_s), (_CLASSES, _BINS))
         counts = np.bincount(cells, minlength=_CLASSES * _BINS)
         return counts.reshape(_CLASSES, _BINS).astype(np.float64)
 

@@ -132,7 +132,7 @@ class HeatPolicy(RankedPolicy):
         super().__init__()
         self._heat = HeatMap()
 
-    def hint(self, keys: Keys, hint: Hint) -> None:
+    def _hinted(self, slots: Slots, hint: Hint) -> None:
         """Nothing is made of it."""
 
     def _used(self, slots: Slots, now_s: float) -> None:
