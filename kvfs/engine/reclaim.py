@@ -1,4 +1,5 @@
-"""Reclaim: units that nobody used for too long go, and the oldest when the ring is full."""
+"""Reclaim: units that nobody used for too long go, and when the ring is full those that the
+policy names, or else the oldest."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class Reclaimer:
             yield from self.remove(victim, why, now_ns)
 
     def make_space(self, wanted: int) -> Step[bool]:
-        """Remove the oldest units until about `wanted` bytes are gone. Whether any went,
+        """Remove the first units to go until about `wanted` bytes are gone. Whether any went,
         also by another caller meanwhile."""
         if self._working is not None:
             yield from wait(self._working)
@@ -79,7 +80,7 @@ class Reclaimer:
         gone = 0
         any_removed = False
         while victims and gone < wanted:
-            for victim in victims:
+            for victim in self.units.in_order(victims, now_ns):
                 if gone >= wanted:
                     break
                 if (yield from self.remove(victim, "the ring is full", now_ns)):
@@ -126,6 +127,7 @@ class Reclaimer:
         yield from self.perform(
             op, purpose=Purpose.REMOVE, is_allowed=lambda: units.is_removable(victim, now_ns)
         )
+        units.forget(victim.ino)
         self.counters.reclaimed_units += 1
         self.counters.reclaimed += victim.unit.stored
         log.info("reclaimed %s (%d bytes): %s", entry["path"], victim.unit.stored, why)

@@ -42,6 +42,7 @@ from kvfs.engine.io import (
 )
 from kvfs.engine.loading import Loaded, load_newest
 from kvfs.engine.nodes import Node, error, nearest_time
+from kvfs.engine.policy import Policy
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.reclaim import Reclaimer
 from kvfs.engine.ring import Ring
@@ -66,7 +67,8 @@ class StoreOptions:
 
     `cache_size` is for file data, `index_cache_size` for nodes of the index; `nodes_max`
     counts inodes and extents in use; `checkpoint_changes` items of the index. `reclaim`:
-    units may be removed, those that live too long and, when the ring is full, the oldest.
+    units may be removed, those that live too long and, when the ring is full, those that
+    `policy` names first; without one, the oldest.
     """
 
     cache_size: int = 128 * 1024 * 1024
@@ -76,6 +78,7 @@ class StoreOptions:
     checkpoint_bytes: int = 1024 * 1024 * 1024
     checkpoint_changes: int = 100_000
     reclaim: bool = True
+    policy: Policy | None = None
     uid: int = field(default_factory=os.geteuid)
     gid: int = field(default_factory=os.getegid)
 
@@ -116,7 +119,7 @@ class Store:
         self._writer.counters.replayed_frames = loaded.frames
         self._reader = ExtentReader(device, executor, loaded.ring, buffer, options.cache_size)
         self._assembler = Assembler(self._reader)
-        self._units = Units(loaded.index, loaded.state, lambda: self._space.total)
+        self._units = Units(loaded.index, loaded.state, lambda: self._space.total, options.policy)
         self._reclaimer = Reclaimer(
             self._units, self._perform, self._writer.counters, options.reclaim
         )

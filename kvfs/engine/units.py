@@ -24,6 +24,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import Step
+from kvfs.engine.policy import Policy
 from kvfs.engine.state import State
 
 UNIT_XATTR = b"user.kvfs.unit"
@@ -64,11 +65,14 @@ class Session:
 @dataclass(slots=True)
 class Units:
     """`total` tells the size of the ring in bytes. `opened` counts open files by inode;
-    `removable` is what reclaim might remove, in bytes, as of the last look at all units."""
+    `removable` is what reclaim might remove, in bytes, as of the last look at all units.
+    `policy` says which units go first; without one those do that were not used for the
+    longest time."""
 
     index: Index
     state: State
     total: Callable[[], int]
+    policy: Policy | None = None
     opened: Counter[int] = field(default_factory=Counter)
     removable: int = 0
     _used: dict[int, int] = field(default_factory=dict)
@@ -189,6 +193,8 @@ class Units:
             latest[unit] = max(used_ns, latest.get(unit, 0))
         for ino, used_ns in latest.items():
             yield from self._book(ino, used_ns)
+        if self.policy is not None:
+            _tell(self.policy, latest)
         # Not before it is noted: whoever asks meanwhile finds it in one place or the other.
         for ino, used_ns in used.items():
             if self._used.get(ino) == used_ns:
@@ -232,6 +238,20 @@ class Units:
             if len(batch) < _SCAN_ITEMS:
                 return [Victim(-ino, unit) for _, ino, unit in sorted(found, reverse=True)]
             cursor = batch[-1][0] + 1
+
+    def in_order(self, victims: list[Victim], now_ns: int) -> list[Victim]:
+        """As the policy would have them go. Before those that it knows, the ones that were not
+        used since it began; of these the oldest first."""
+        if self.policy is None:
+            return victims
+        known = self.policy.victims(len(self.policy), now_ns / 1e9).tolist()
+        places = {ino: place for place, ino in enumerate(known)}
+        return sorted(victims, key=lambda victim: places.get(victim.ino, -1))
+
+    def forget(self, ino: int) -> None:
+        """A unit was removed."""
+        if self.policy is not None:
+            self.policy.forget([ino])
 
     def expired(self, now_ns: int, limit: int, default_ttl_s: int) -> Step[list[Victim]]:
         """Those among the next `limit` units that nobody used for their time to live, or
@@ -311,6 +331,16 @@ class Units:
             parts.append(inode.name)
             ino = inode.parent
         return b"/".join(reversed(parts))
+
+
+def _tell(policy: Policy, used: dict[int, int]) -> None:
+    """When units were used, in ns. Those that would go first are dropped where there are too
+    many: they go before all that it knows."""
+    for ino, used_ns in sorted(used.items(), key=lambda use: use[1]):
+        policy.touch([ino], used_ns / 1e9)
+    excess = len(policy) - _USED_MAX
+    if excess > 0:
+        policy.remove(policy.victims(excess, max(used.values()) / 1e9))
 
 
 def largest(victims: list[Victim], count: int) -> Iterator[Victim]:

@@ -18,6 +18,7 @@ from kvfs.engine import writer as writer_module
 from kvfs.engine.format import TABLE_UNITS
 from kvfs.engine.io import Step, run
 from kvfs.engine.units import Units
+from kvfs.tiers.policy import S3FIFO
 from tests.crash.machine import Clock
 from tests.engine.audit import audit, committed
 from tests.engine.deferred import DeferredExecutor
@@ -149,6 +150,30 @@ def test_the_oldest_session_goes_when_the_ring_is_full(ring: Bench, clock: Clock
         assert ring.read(ring.find(b"layer.000", ino)) == noise(MIB, len(name))
     run(ring.store.sync())
     audit(ring.store)
+
+
+def test_a_policy_says_which_session_goes(tmpfs: Path, clock: Clock) -> None:
+    """One that keeps what was used several times. Of what it did not see, the oldest go first."""
+    policy = S3FIFO()
+    options = store_module.StoreOptions(uid=0, gid=0, policy=policy)
+    bench = Bench(tmpfs, new_device(segments=32), options=options)
+    fill(bench, clock, 4)
+    policy.forget(policy.victims(4, 0))
+    for number in range(4, 16):
+        ino = session(bench, b"session-%03d" % number)
+        for _ in range(3 if number < 8 else 0):
+            pass_time(bench, clock, 60)
+            use(bench, ino)
+        pass_time(bench, clock, 60)
+    for number in range(16, 28):
+        session(bench, b"session-%03d" % number)
+        pass_time(bench, clock, 60)
+    gone = [path for path, _ in entries(bench)]
+    expected = [*range(4), *range(8, 28)]
+    assert len(gone) > 5
+    assert gone == [f"session-{number:03}" for number in expected[: len(gone)]]
+    alive = {bench.find(name) for name in bench.names()}
+    assert set(policy.victims(100, 0).tolist()) == alive
 
 
 def test_files_of_a_pool_go_one_by_one(ring: Bench, clock: Clock) -> None:
