@@ -10,11 +10,12 @@ the mount's loop by parking the task.
 from __future__ import annotations
 
 import errno
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from enum import IntEnum
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -56,6 +57,7 @@ class Completion(Generic[T]):
 # Errors that do not come from what was seen of the state.
 _FINAL = (errno.EIO, errno.ENOSPC)
 _TRIES = 3  # before a step is given more memory
+_PASSED_OVER_MAX = 3  # turns that go to demand while write-back waits
 
 Step = Generator[Completion[Any], None, T]
 
@@ -65,10 +67,19 @@ class DeadlineExceeded(Exception):
     the device has not said that it failed."""
 
 
+class Urgency(IntEnum):
+    """Who waits for a piece of work: a reader; somebody who wants what was answered in the
+    ring; nobody, it is a guess."""
+
+    DEMAND = 0
+    WRITE_BACK = 1
+    BACKGROUND = 2
+
+
 class Executor(Protocol):
     """Runs work off the loop's thread, and steps beside the caller."""
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         """Run work that touches only the device and buffers, in a thread."""
 
     def spawn(self, step: Step[T]) -> Completion[T]:
@@ -76,7 +87,8 @@ class Executor(Protocol):
 
     @property
     def has_room(self) -> bool:
-        """False when the queue is so long that work which can wait should not be added."""
+        """False when so much work waits that more which can wait should not be added; what
+        runs in the background is not counted."""
 
 
 class InlineExecutor:
@@ -84,7 +96,7 @@ class InlineExecutor:
 
     has_room = True
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
         try:
             completion.finish(work())
@@ -97,16 +109,15 @@ class InlineExecutor:
 
 
 class WorkerThreads:
-    """Runs work in daemon threads; completions are finished through `call_soon`,
-    which must run a callable in the loop's thread.
+    """Runs work in daemon threads, the most urgent first; completions are finished through
+    `call_soon`, which must run a callable in the loop's thread.
 
     Daemon threads, because one that hangs in a dead device must not hold up the exit.
     """
 
     def __init__(self, threads: int, call_soon: Callable[[Callable[[], None]], None]) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Completion[Any]]] = (
-            queue.SimpleQueue()
-        )
+        self._queue = WorkQueue(max(1, threads // 2))
+        self._changed = threading.Condition()
         self._call_soon = call_soon
         self._threads = threads
         for number in range(threads):
@@ -114,22 +125,82 @@ class WorkerThreads:
 
     @property
     def has_room(self) -> bool:
-        return self._queue.qsize() < 2 * self._threads
+        return self._queue.urgent < 2 * self._threads
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
-        self._queue.put((work, completion))
+        with self._changed:
+            self._queue.put(Work(urgency, work, completion))
+            self._changed.notify()
         return completion
 
     def _work(self) -> None:
         while True:
-            work, completion = self._queue.get()
+            work = self._take()
             try:
-                finish = _Finish(completion, work(), None)
+                finish = _Finish(work.completion, work.call(), None)
             except Exception as error:
-                finish = _Finish(completion, None, error)
+                finish = _Finish(work.completion, None, error)
+            with self._changed:
+                self._queue.ended(work)
+                # It may have been what others of its kind had to wait for.
+                if work.urgency is Urgency.BACKGROUND:
+                    self._changed.notify()
             self._call_soon(finish)
-            del work, completion, finish
+            del work, finish
+
+    def _take(self) -> Work:
+        with self._changed:
+            while (work := self._queue.take()) is None:
+                self._changed.wait()
+            return work
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A piece of work that waits, or runs in a thread."""
+
+    urgency: Urgency
+    call: Callable[[], Any]
+    completion: Completion[Any]
+
+
+class WorkQueue:
+    """What is next. Demand goes first, but every fourth turn is write-back's, so that readers
+    cannot keep an fsync from its end; what runs in the background has what both leave, and
+    never more than `background_max` threads: demand finds the others at once."""
+
+    def __init__(self, background_max: int) -> None:
+        self._waiting: tuple[deque[Work], ...] = tuple(deque() for _ in Urgency)
+        self._background_max = background_max
+        self._in_background = 0
+        self._passed_over = 0
+
+    @property
+    def urgent(self) -> int:
+        """How much waits, without what runs in the background."""
+        return len(self._waiting[Urgency.DEMAND]) + len(self._waiting[Urgency.WRITE_BACK])
+
+    def put(self, work: Work) -> None:
+        self._waiting[work.urgency].append(work)
+
+    def take(self) -> Work | None:
+        """The next one to run, if there is one that may. Each wants one of `ended`."""
+        demand, write_back, background = self._waiting
+        if write_back and (not demand or self._passed_over == _PASSED_OVER_MAX):
+            self._passed_over = 0
+            return write_back.popleft()
+        if demand:
+            self._passed_over += bool(write_back)
+            return demand.popleft()
+        if background and self._in_background < self._background_max:
+            self._in_background += 1
+            return background.popleft()
+        return None
+
+    def ended(self, work: Work) -> None:
+        if work.urgency is Urgency.BACKGROUND:
+            self._in_background -= 1
 
 
 @dataclass(slots=True)

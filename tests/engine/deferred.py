@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Generic, TypeVar
 
-from kvfs.engine.io import Completion, Step
+from kvfs.engine.io import Completion, Step, Urgency
 from tests.support.devices import RecordingDevice
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class DeferredExecutor:
     _finished: list[Callable[[], None]] = field(default_factory=list)
     _ready: list[Task[Any]] = field(default_factory=list)
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
         self._asked.append(_Work(work, completion, self.device.writes))
         return completion
