@@ -66,7 +66,8 @@ class StoreOptions:
 
     `cache_size` is for file data, `index_cache_size` for nodes of the index; `nodes_max`
     counts inodes and extents in use; `checkpoint_changes` items of the index. `reclaim`:
-    units may be removed, those that live too long and, when the ring is full, the oldest.
+    units may be removed, those that live too long and, when the ring is full, the oldest;
+    while it is filling up those that were unused for `unused_seconds`.
     """
 
     cache_size: int = 128 * 1024 * 1024
@@ -76,6 +77,7 @@ class StoreOptions:
     checkpoint_bytes: int = 1024 * 1024 * 1024
     checkpoint_changes: int = 100_000
     reclaim: bool = True
+    unused_seconds: int = 7 * 24 * 3600
     uid: int = field(default_factory=os.geteuid)
     gid: int = field(default_factory=os.getegid)
 
@@ -118,8 +120,9 @@ class Store:
         self._assembler = Assembler(self._reader)
         self._units = Units(loaded.index, loaded.state, lambda: self._space.total)
         self._reclaimer = Reclaimer(
-            self._units, self._perform, self._writer.counters, options.reclaim
-        )
+            self._units, self._perform, self._writer.counters, options.reclaim,
+            options.unused_seconds,
+        )  # fmt: skip
         self._admission = Admission(self._writer, self._space, buffer, self._reclaimer)
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None
