@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import heapq
 import json
 import math
 from collections.abc import Iterator
@@ -28,8 +27,8 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from simulated_tier import SimulatedTier, drive
 
-from kvfs.engine.io import Completion, Step, wait
 from kvfs.tiers.budget import Bandwidth, Budget
 from kvfs.tiers.planner import Planner
 from kvfs.tiers.predict import PredictOptions, Predictor
@@ -83,95 +82,6 @@ class Result:
     warm_byte_seconds: float = 0.0
     right_by_reason: dict[str, int] = field(default_factory=dict)
     wrong_by_reason: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Up:
-    """A session in memory, or on its way there until `whole_at`."""
-
-    since: float
-    whole_at: float
-    size: int
-    by_guess: bool
-
-
-class SimulatedTier:
-    """Memory without limit before a device that reads one session after the other; demand
-    goes before guesses. Implements kvfs.tiers.planner.Tier."""
-
-    def __init__(self, bandwidth: float) -> None:
-        self.now = 0.0
-        self.sizes: dict[int, int] = {}
-        self.up: dict[int, _Up] = {}
-        self.byte_seconds = 0.0
-        self._bandwidth = bandwidth
-        self._free_at = 0.0
-        self._arrivals: list[tuple[float, int, Completion[None]]] = []
-
-    def is_up(self, session: int) -> bool:
-        return session in self.up
-
-    def size(self, session: int) -> int:
-        return self.sizes.get(session, 0)
-
-    def seconds_to_read(self, session: int) -> float:
-        return self.size(session) / self._bandwidth
-
-    def promote(self, session: int) -> Step[None]:
-        arrives = max(self.now, self._free_at) + self.seconds_to_read(session)
-        self._free_at = arrives
-        self.up[session] = _Up(self.now, arrives, self.size(session), by_guess=True)
-        arrival: Completion[None] = Completion()
-        heapq.heappush(self._arrivals, (arrives, session, arrival))
-        yield from wait(arrival)
-
-    def demote(self, session: int) -> Step[None]:
-        self.drop(session)
-        return
-        yield
-
-    def demand(self, session: int) -> None:
-        """Somebody waits for it: it is whole as soon as the device can."""
-        up = self.up.get(session)
-        if up is None:
-            taken = self.seconds_to_read(session)
-            self._free_at = max(self.now, self._free_at) + taken
-            self.up[session] = _Up(self.now, self.now + taken, self.size(session), by_guess=False)
-
-    def grew(self, session: int, size: int) -> None:
-        """By what was written."""
-        self.sizes[session] = size
-        up = self.up.get(session)
-        if up is not None:
-            self._account(up)
-            up.size = size
-
-    def drop(self, session: int) -> None:
-        self._account(self.up.pop(session))
-
-    def _account(self, up: _Up) -> None:
-        self.byte_seconds += up.size * (self.now - up.since)
-        up.since = self.now
-
-    def goes_on(self, now: float) -> None:
-        while self._arrivals and self._arrivals[0][0] <= now:
-            self.now, _, arrival = heapq.heappop(self._arrivals)
-            arrival.finish()
-        self.now = now
-
-
-def drive(step: Step[None]) -> Completion[None]:
-    """To its end, each wait at a time of the simulation."""
-    completion: Completion[None] = Completion()
-
-    def resume() -> None:
-        try:
-            next(step).when_done(resume)
-        except StopIteration:
-            completion.finish()
-
-    resume()
-    return completion
 
 
 def read_sessions(path: Path) -> list[Session]:
@@ -260,8 +170,7 @@ def simulate(
                 _count(result, tier, event, event.time - last_use.get(event.session, event.time))
                 if event.session not in tier.up:
                     planner.read(tier.size(event.session), event.time)
-                tier.demand(event.session)
-                tier.grew(event.session, event.tokens * token_bytes)
+                tier.demand(event.session, event.tokens * token_bytes)
                 planner.saw_use(event.session, event.time)
             case "ends":
                 tier.grew(event.session, event.tokens * token_bytes)

@@ -10,6 +10,7 @@ the mount's loop by parking the task.
 from __future__ import annotations
 
 import errno
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -117,7 +118,9 @@ class WorkerThreads:
 
     def __init__(self, threads: int, call_soon: Callable[[Callable[[], None]], None]) -> None:
         self._queue = WorkQueue(max(1, threads // 2))
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        # One for each piece of work that waits and may run: what threads sleep at.
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._call_soon = call_soon
         self._threads = threads
         for number in range(threads):
@@ -129,31 +132,32 @@ class WorkerThreads:
 
     def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
-        with self._changed:
+        with self._lock:
             self._queue.put(Work(urgency, work, completion))
-            self._changed.notify()
+        self._tokens.put(None)
         return completion
 
     def _work(self) -> None:
         while True:
-            work = self._take()
+            self._tokens.get()
+            with self._lock:
+                work = self._queue.take()
+            if work is None:
+                continue
             try:
                 finish = _Finish(work.completion, work.call(), None)
             except Exception as error:
                 finish = _Finish(work.completion, None, error)
-            with self._changed:
-                self._queue.ended(work)
-                # It may have been what others of its kind had to wait for.
-                if work.urgency is Urgency.BACKGROUND:
-                    self._changed.notify()
             self._call_soon(finish)
+            if work.urgency is Urgency.BACKGROUND:
+                self._ended(work)
             del work, finish
 
-    def _take(self) -> Work:
-        with self._changed:
-            while (work := self._queue.take()) is None:
-                self._changed.wait()
-            return work
+    def _ended(self, work: Work) -> None:
+        """Another one of the background may have been passed over because of it."""
+        with self._lock:
+            self._queue.ended(work)
+        self._tokens.put(None)
 
 
 @dataclass(frozen=True, slots=True)
