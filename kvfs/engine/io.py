@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -83,6 +83,9 @@ class Executor(Protocol):
     def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         """Run work that touches only the device and buffers, in a thread."""
 
+    def hasten(self, completion: Completion[Any]) -> None:
+        """Somebody waits for that work now, which was submitted for the background."""
+
     def spawn(self, step: Step[T]) -> Completion[T]:
         """Drive a step in the loop, independently of the caller and its deadline."""
 
@@ -104,6 +107,9 @@ class InlineExecutor:
         except Exception as error:
             completion.finish(error=error)
         return completion
+
+    def hasten(self, completion: Completion[Any]) -> None:
+        assert completion.done
 
     def spawn(self, step: Step[T]) -> Completion[T]:
         return self.submit(lambda: run(step))
@@ -130,12 +136,23 @@ class WorkerThreads:
     def has_room(self) -> bool:
         return self._queue.urgent < 2 * self._threads
 
+    @property
+    def demand_waits(self) -> bool:
+        """Whether a reader waits for a thread."""
+        return self._queue.demand_waits
+
     def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
         with self._lock:
             self._queue.put(Work(urgency, work, completion))
         self._tokens.put(None)
         return completion
+
+    def hasten(self, completion: Completion[Any]) -> None:
+        with self._lock:
+            self._queue.hasten(completion)
+        # The one that it came with may have been used up while it was not allowed to run.
+        self._tokens.put(None)
 
     def _work(self) -> None:
         while True:
@@ -160,7 +177,7 @@ class WorkerThreads:
         self._tokens.put(None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """A piece of work that waits, or runs in a thread."""
 
@@ -185,6 +202,10 @@ class WorkQueue:
         """How much waits, without what runs in the background."""
         return len(self._waiting[Urgency.DEMAND]) + len(self._waiting[Urgency.WRITE_BACK])
 
+    @property
+    def demand_waits(self) -> bool:
+        return bool(self._waiting[Urgency.DEMAND])
+
     def put(self, work: Work) -> None:
         self._waiting[work.urgency].append(work)
 
@@ -201,6 +222,15 @@ class WorkQueue:
             self._in_background += 1
             return background.popleft()
         return None
+
+    def hasten(self, completion: Completion[Any]) -> None:
+        """Work of the background that still waits becomes demand."""
+        background = self._waiting[Urgency.BACKGROUND]
+        for work in background:
+            if work.completion is completion:
+                background.remove(work)
+                self.put(replace(work, urgency=Urgency.DEMAND))
+                return
 
     def ended(self, work: Work) -> None:
         if work.urgency is Urgency.BACKGROUND:

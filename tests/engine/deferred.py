@@ -54,6 +54,9 @@ class DeferredExecutor:
         self._asked.append(_Work(work, completion, self.device.writes))
         return completion
 
+    def hasten(self, completion: Completion[Any]) -> None:
+        """All that may happen next may be what happens next."""
+
     def spawn(self, step: Step[T]) -> Completion[T]:
         """Starts later, as a task of a loop does."""
         task = Task(step)

@@ -187,20 +187,27 @@ def test_a_long_queue_has_no_room_for_what_can_wait() -> None:
 
 @given(
     background_max=st.integers(1, 3),
-    moves=st.lists(st.one_of(st.sampled_from(Urgency), st.sampled_from(["take", "end"]))),
+    moves=st.lists(
+        st.one_of(st.sampled_from(Urgency), st.sampled_from(["take", "take", "end", "hasten"]))
+    ),
 )
 def test_what_is_next_is_the_most_urgent(background_max: int, moves: list[Urgency | str]) -> None:
     queued = WorkQueue(background_max)
-    waiting: dict[Urgency, list[Work]] = {urgency: [] for urgency in Urgency}
+    waiting: dict[Urgency, list[Completion[Any]]] = {urgency: [] for urgency in Urgency}
     running: list[Work] = []
     passed_over = 0  # turns of demand while write-back waited, since it had one itself
     for move in moves:
         if isinstance(move, Urgency):
             work = Work(move, lambda: None, Completion())
             queued.put(work)
-            waiting[move].append(work)
+            waiting[move].append(work.completion)
         elif move == "end" and running:
             queued.ended(running.pop())
+        elif move == "hasten" and waiting[Urgency.BACKGROUND]:
+            hastened = waiting[Urgency.BACKGROUND].pop(len(waiting[Urgency.BACKGROUND]) // 2)
+            queued.hasten(hastened)
+            waiting[Urgency.DEMAND].append(hastened)
+            queued.hasten(Completion())
         elif move == "take":
             taken = queued.take()
             in_background = sum(work.urgency is Urgency.BACKGROUND for work in running)
@@ -208,7 +215,8 @@ def test_what_is_next_is_the_most_urgent(background_max: int, moves: list[Urgenc
                 assert not waiting[Urgency.DEMAND] and not waiting[Urgency.WRITE_BACK]
                 assert not waiting[Urgency.BACKGROUND] or in_background == background_max
                 continue
-            assert taken is waiting[taken.urgency].pop(0), "of one kind the first comes first"
+            first = waiting[taken.urgency].pop(0)
+            assert taken.completion is first, "of one kind the first comes first"
             running.append(taken)
             if taken.urgency is Urgency.BACKGROUND:
                 assert not waiting[Urgency.DEMAND] and not waiting[Urgency.WRITE_BACK]
@@ -236,6 +244,16 @@ def test_guesses_leave_half_of_the_threads_to_demand() -> None:
     assert loop.run(wait(loop.submit(lambda: 5))) == 5
     assert loop.run(wait(loop.submit(lambda: 6, Urgency.WRITE_BACK))) == 6
     assert not running.acquire(blocking=False), "more than half of the threads run guesses"
+    blocked.set()
+    loop.run(wait_all(guesses))
+
+
+def test_a_guess_that_somebody_waits_for_goes_at_once() -> None:
+    loop, blocked = Loop(threads=2), threading.Event()
+    guesses = [loop.submit(blocked.wait, Urgency.BACKGROUND) for _ in range(3)]
+    wanted = loop.submit(lambda: 5, Urgency.BACKGROUND)
+    loop.hasten(wanted)
+    assert loop.run(wait(wanted)) == 5
     blocked.set()
     loop.run(wait_all(guesses))
 
