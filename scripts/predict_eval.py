@@ -34,6 +34,8 @@ from kvfs.tiers.planner import Planner
 from kvfs.tiers.predict import PredictOptions, Predictor
 
 IDLE_SECONDS = 300.0
+GROUP = 10
+HOT = b'hot_stats={"bytes": 0}'  # with it the planner learns how large the session is
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +151,9 @@ def simulate(
     tier = SimulatedTier(bandwidth)
     options = PredictOptions(variant.idle_seconds, least_sureness=variant.least_sureness)
     planner = Planner(
-        tier,
-        Predictor(tier.size, options),
-        Budget(Bandwidth(bandwidth), in_flight_max=4),
-        drive,
-        lambda: False,
-        lambda: tier.now,
-    )
+        tier, Predictor(options), Budget(Bandwidth(bandwidth)), GROUP, drive, lambda: False,
+        lambda: tier.demanded, lambda: tier.now,
+    )  # fmt: skip
     result = Result(variant.name)
     last_use: dict[int, float] = {}
     tick = 0.0
@@ -168,23 +166,25 @@ def simulate(
         match event.what:
             case "begins":
                 _count(result, tier, event, event.time - last_use.get(event.session, event.time))
-                if event.session not in tier.up:
-                    planner.read(tier.size(event.session), event.time)
                 tier.demand(event.session, event.tokens * token_bytes)
                 planner.saw_use(event.session, event.time)
             case "ends":
                 tier.grew(event.session, event.tokens * token_bytes)
                 planner.saw_use(event.session, event.time)
+                planner.hint(event.session, HOT, event.time, tier.size(event.session))
                 last_use[event.session] = event.time
             case hint:
-                planner.hint(event.session, hint.encode(), event.time)
+                planner.hint(event.session, hint.encode(), event.time, tier.size(event.session))
     while tier.up and tick < event.time + 2 * variant.idle_seconds:
         tier.goes_on(tick)
         planner.tick(tick)
         tick += 1.0
     outcomes = planner.outcomes
     result.warm_byte_seconds = tier.byte_seconds
-    result.bytes_brought, result.bytes_wasted = outcomes.brought, outcomes.wasted
+    result.bytes_brought, result.bytes_wasted = (
+        outcomes.right_bytes + outcomes.wrong_bytes,
+        outcomes.wrong_bytes,
+    )
     result.right_by_reason = {reason.value: n for reason, n in outcomes.right.items() if n}
     result.wrong_by_reason = {reason.value: n for reason, n in outcomes.wrong.items() if n}
     result.wrong = sum(outcomes.wrong.values())

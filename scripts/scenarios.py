@@ -111,9 +111,10 @@ def simulate(scenario: str, load: Load) -> Simulated:
     profile = profiles.load(scenario)
     tier = SimulatedTier(DEVICE_BANDWIDTH, load.warm_bytes, profile)
     options = PredictOptions(profile.warm_idle_seconds)
-    predictor = Predictor(tier.size, options)
-    budget = Budget(Bandwidth(DEVICE_BANDWIDTH))
-    planner = Planner(tier, predictor, budget, drive, lambda: False, lambda: tier.now)
+    planner = Planner(
+        tier, Predictor(options), Budget(Bandwidth(DEVICE_BANDWIDTH)), profile.warm_group, drive,
+        lambda: False, lambda: tier.demanded, lambda: tier.now,
+    )  # fmt: skip
     result = Simulated(load.sessions, load.seconds)
     shards = Counter(
         shard_of(session, f"{load.name}{session:06}".encode(), None, profile)
@@ -133,12 +134,10 @@ def simulate(scenario: str, load: Load) -> Simulated:
             planner.tick(next_tick)
             next_tick += 1.0
         if what == "tool_done":
-            planner.hint(session, b"tool_done", now)
+            planner.hint(session, b"tool_done", now, tier.size(session))
             planner_seconds += time.perf_counter() - started
             continue
         up = tier.up.get(session)
-        if up is None:
-            planner.read(tier.size(session), now)
         planner.saw_use(session, now)
         planner_seconds += time.perf_counter() - started
         result.requests += 1
@@ -151,7 +150,7 @@ def simulate(scenario: str, load: Load) -> Simulated:
             gap, is_tool = load.gap(random)
             heapq.heappush(due, (now + gap, session, turn + 1, "turn"))
             if is_tool:
-                planner.hint(session, b"tool_started", now)
+                planner.hint(session, b"tool_started", now, tier.size(session))
                 heapq.heappush(due, (now + max(gap - 0.5, 0.0), session, turn, "tool_done"))
     result.wrong = sum(planner.outcomes.wrong.values())
     result.evicted = tier.evicted

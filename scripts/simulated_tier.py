@@ -34,6 +34,7 @@ class SimulatedTier:
         self.up: OrderedDict[int, Up] = OrderedDict()
         self.taken = 0
         self.evicted = 0
+        self.demanded = 0
         self.byte_seconds = 0.0
         self._bandwidth = bandwidth
         self._fill = limit * profile.warm_fill_pct / 100
@@ -43,27 +44,28 @@ class SimulatedTier:
 
     # -- kvfs.tiers.planner.Tier
 
-    def is_up(self, session: int) -> bool:
+    def is_whole(self, session: int) -> bool:
         return session in self.up
 
-    def size(self, session: int) -> int:
-        return self.sizes.get(session, 0)
-
-    def promote(self, session: int) -> Step[None]:
+    def promote(self, session: int) -> Step[int]:
         arrives = max(self.now, self._free_at) + self.seconds_to_read(session)
         self._free_at = arrives
         self._put(session, Up(self.now, arrives, self.size(session), by_guess=True))
         arrival: Completion[None] = Completion()
         heapq.heappush(self._arrivals, (arrives, session, arrival))
         yield from wait(arrival)
+        return self.size(session)
 
-    def demote(self, session: int) -> Step[None]:
-        if session in self.up:
+    def demote(self, sessions: list[int]) -> Step[None]:
+        for session in self.up.keys() & set(sessions):
             self._drop(session)
         return
         yield
 
     # -- what else happens
+
+    def size(self, session: int) -> int:
+        return self.sizes.get(session, 0)
 
     def seconds_to_read(self, session: int) -> float:
         return self.size(session) / self._bandwidth
@@ -73,6 +75,7 @@ class SimulatedTier:
         up = self.up.get(session)
         if up is None:
             taken = self.seconds_to_read(session)
+            self.demanded += self.size(session)
             self._free_at = max(self.now, self._free_at) + taken
             self._put(session, Up(self.now, self.now + taken, self.size(session), by_guess=False))
         else:

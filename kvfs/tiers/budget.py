@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import inf
 
-_BURST_SECONDS = 1.0
+_BURST_SECONDS = 0.1
+_DEBT_SECONDS = 1.0
 # A lower measurement takes so much of the one before: a device that has little to do looks slow.
 _SLOWER = 0.98
 _SAMPLE_MIN = 16 * 1024 * 1024
@@ -48,7 +49,7 @@ class Budget:
     go back."""
 
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
-    in_flight_max: int = 2
+    in_flight_max: int = 1
     in_flight: int = 0
     _tokens: float = 0.0
     _filled_at: float = -inf
@@ -61,11 +62,11 @@ class Budget:
         """So many bytes were read for somebody who waits. A debt is forgiven beyond what the
         device does in a second: guesses wait for demand, not for its past."""
         self._fill(now)
-        self._tokens = max(self._tokens - size, -self.rate * _BURST_SECONDS)
+        self._tokens = max(self._tokens - size, -self.rate * _DEBT_SECONDS)
 
     def begin(self, size: int, now: float, *, demand_waits: bool) -> bool:
-        """Whether a guess of so many bytes may begin now; then it wants one of `end`. One that
-        is larger than the bucket may, too, and those after it wait for longer."""
+        """Whether a guess of about so many bytes may begin now; then it wants one of `end`. One
+        that is larger than the bucket may, too, and those after it wait for longer."""
         self._fill(now)
         if demand_waits or self.in_flight >= self.in_flight_max or self._tokens <= 0:
             return False
@@ -74,10 +75,11 @@ class Budget:
         self.bandwidth.began(now)
         return True
 
-    def end(self, size: int, now: float) -> None:
-        """A guess has ended, after so many bytes."""
+    def end(self, estimate: int, size: int, now: float) -> None:
+        """A guess that was to read about `estimate` bytes has read `size`."""
         assert self.in_flight > 0
         self.in_flight -= 1
+        self._tokens += estimate - size
         self.bandwidth.ended(size, now)
 
     def _fill(self, now: float) -> None:

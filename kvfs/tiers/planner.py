@@ -1,7 +1,7 @@
 """Brings in the sessions that are foretold, and sends down those that are idle.
 
-It is told of what happens in the mount and has the tiers do the rest, within a budget: of the
-guesses the surest goes first, and none while a reader waits.
+It is told of what happens in the mount and has the tier do the rest, within a budget: of the
+guesses the surest goes first, and none while readers need the device.
 """
 
 from __future__ import annotations
@@ -12,95 +12,109 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvfs.engine.io import Completion, DeadlineExceeded, Step
+from cachetools import LRUCache
+
+from kvfs.engine.io import Completion, Step
 from kvfs.tiers import hints
 from kvfs.tiers.budget import Budget
 from kvfs.tiers.predict import Forecast, Predictor, Reason
 
 log = logging.getLogger(__name__)
 
-_DEMOTIONS_MAX = 2  # at once
+# One that could not be brought in whole is not tried again at once.
+_AGAIN_SECONDS = 30.0
+_TRIED_MAX = 4096
 
 
 class Tier(Protocol):
-    """Where sessions are brought to. Sizes in bytes; a session is named by its inode."""
+    """Where sessions are brought to; a session is named by its inode."""
 
-    def is_up(self, session: int) -> bool:
-        """It is in memory, or on its way."""
+    def is_whole(self, session: int) -> bool:
+        """All of it is known to be in memory."""
 
-    def size(self, session: int) -> int:
-        """What bringing it in would read."""
+    def promote(self, session: int) -> Step[int]:
+        """Bring it to memory, behind all that somebody waits for. Returns the bytes that were
+        read. Raises OSError."""
 
-    def promote(self, session: int) -> Step[None]:
-        """Bring it to warm, in the background."""
-
-    def demote(self, session: int) -> Step[None]:
-        """See it in the ring and give its memory back."""
+    def demote(self, sessions: list[int]) -> Step[None]:
+        """See them in the ring and give their memory back. Raises OSError."""
 
 
 @dataclass(slots=True)
 class Outcomes:
     """How many sessions were brought in by each kind of forecast and then used (`right`), or
-    not (`wrong`); `wasted` are the bytes of the latter."""
+    not (`wrong`); what was read for that, in bytes."""
 
     right: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     wrong: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
-    brought: int = 0
-    wasted: int = 0
+    right_bytes: int = 0
+    wrong_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Brought:
+    """For which forecast, and what was read for it so far, in bytes."""
+
+    forecast: Forecast
+    size: int = 0
 
 
 class Planner:
-    """`spawn` drives a step beside the caller; `demand_waits` says whether a reader waits for
-    a thread. Times are seconds of `clock`."""
+    """`group` sessions go down at once. `spawn` drives a step beside the caller; `demand_waits`
+    says whether a reader waits for a thread, `demanded` how many bytes were read for readers
+    since the start. Times are seconds of `clock`."""
 
     def __init__(
         self,
         tier: Tier,
         predictor: Predictor,
         budget: Budget,
+        group: int,
         spawn: Callable[[Step[None]], Completion[None]],
         demand_waits: Callable[[], bool],
+        demanded: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.outcomes = Outcomes()
         self._tier = tier
+        self._predictor = predictor
         self._budget = budget
+        self._group = group
         self._spawn = spawn
         self._demand_waits = demand_waits
+        self._demanded = demanded
+        self._demanded_before = 0
         self._clock = clock
-        self._predictor = predictor
-        self._brought: dict[int, Forecast] = {}
-        self._going_down: dict[int, bool] = {}  # by whether it is under way
+        self._tried: LRUCache[int, float] = LRUCache(_TRIED_MAX)
+        self._brought: LRUCache[int, _Brought] = LRUCache(_TRIED_MAX)
+        self._idle: dict[int, None] = {}
+        self._is_demoting = False
 
     # -- what happens
 
-    def saw_open(self, session: int, now: float) -> None:
-        """A file of it was opened for reading."""
-        self._predictor.opened(session, now)
-        self._bring_in(now)
+    def saw_open(self, session: int, now: float, size: int) -> None:
+        """A file of it, of `size` bytes in all, was opened for reading. Who reads at once needs
+        no guess: it is brought in with the next tick, if readers leave something then."""
+        self._predictor.opened(session, now, size)
 
     def saw_use(self, session: int, now: float) -> None:
         """A read or write of one of its files reached us."""
-        forecast = self._brought.pop(session, None)
-        if forecast is not None:
-            self.outcomes.right[forecast.reason] += 1
-        if self._going_down.get(session) is False:
-            del self._going_down[session]
+        brought = self._brought.pop(session, None)
+        if brought is not None:
+            self.outcomes.right[brought.forecast.reason] += 1
+            self.outcomes.right_bytes += brought.size
+        self._idle.pop(session, None)
         self._predictor.used(session, now)
 
-    def read(self, size: int, now: float) -> None:
-        """So many bytes were read from the device for somebody who waited."""
-        self._budget.demand(size, now)
-
-    def hint(self, session: int, value: bytes, now: float) -> None:
-        """Raises ValueError for what is no hint."""
-        self._predictor.hint(session, hints.parse(value), now)
+    def hint(self, session: int, value: bytes, now: float, size: int) -> None:
+        """Of a session of `size` bytes. Raises ValueError for what is no hint."""
+        self._predictor.hint(session, hints.parse(value), now, size)
         self._bring_in(now)
 
     def removed(self, session: int) -> None:
         self._predictor.forget(session)
         self._brought.pop(session, None)
-        self._going_down.pop(session, None)
+        self._idle.pop(session, None)
 
     def tick(self, now: float) -> None:
         """Call about once a second."""
@@ -110,48 +124,52 @@ class Planner:
     # -- what follows from it
 
     def _bring_in(self, now: float) -> None:
+        demanded = self._demanded()
+        self._budget.demand(demanded - self._demanded_before, now)
+        self._demanded_before = demanded
         self._predictor.bandwidth = self._budget.rate
         for forecast in self._predictor.wanted(now):
             session = forecast.session
-            if self._tier.is_up(session):
+            tried = self._tried.get(session, -_AGAIN_SECONDS)
+            if self._tier.is_whole(session) or now - tried < _AGAIN_SECONDS:
                 continue
-            size = self._tier.size(session)
-            if not self._budget.begin(size, now, demand_waits=self._demand_waits()):
+            if not self._budget.begin(forecast.size, now, demand_waits=self._demand_waits()):
                 return
-            self._going_down.pop(session, None)
-            self._brought[session] = forecast
-            self.outcomes.brought += size
-            self._spawn(self._promote(session, size))
+            self._tried[session] = now
+            brought = self._brought[session] = _Brought(forecast)
+            self._idle.pop(session, None)
+            self._spawn(self._promote(brought))
 
-    def _promote(self, session: int, size: int) -> Step[None]:
+    def _promote(self, brought: _Brought) -> Step[None]:
+        session = brought.forecast.session
         try:
-            yield from self._tier.promote(session)
-        except (OSError, DeadlineExceeded) as failure:
+            brought.size = yield from self._tier.promote(session)
+        except OSError as failure:
             # Whoever asks for it is told; a guess fails nobody.
             log.debug("session %d was not brought in: %s", session, failure)
-            self._brought.pop(session, None)
-            size = 0
         finally:
-            self._budget.end(size, self._clock())
+            self._budget.end(brought.forecast.size, brought.size, self._clock())
 
     def _send_down(self, now: float) -> None:
         for session in self._predictor.idle(now):
-            forecast = self._brought.pop(session, None)
-            if forecast is not None:
-                self.outcomes.wrong[forecast.reason] += 1
-                self.outcomes.wasted += self._tier.size(session)
-            if self._tier.is_up(session):
-                self._going_down.setdefault(session, False)
-        waiting = [session for session, is_going in self._going_down.items() if not is_going]
-        for session in waiting[: _DEMOTIONS_MAX - (len(self._going_down) - len(waiting))]:
-            self._going_down[session] = True
-            self._spawn(self._demote(session))
+            brought = self._brought.pop(session, None)
+            if brought is not None:
+                self.outcomes.wrong[brought.forecast.reason] += 1
+                self.outcomes.wrong_bytes += brought.size
+            self._idle[session] = None
+        if self._idle and not self._is_demoting:
+            self._is_demoting = True
+            self._spawn(self._demote())
 
-    def _demote(self, session: int) -> Step[None]:
+    def _demote(self) -> Step[None]:
         try:
-            yield from self._tier.demote(session)
-        except (OSError, DeadlineExceeded) as failure:
-            log.debug("session %d stays in memory for now: %s", session, failure)
-            self._going_down[session] = False
-        else:
-            self._going_down.pop(session, None)
+            while self._idle:
+                group = list(self._idle)[: self._group]
+                yield from self._tier.demote(group)
+                for session in group:
+                    self._tried.pop(session, None)
+                    self._idle.pop(session, None)
+        except OSError as failure:
+            log.debug("idle sessions stay in memory for now: %s", failure)
+        finally:
+            self._is_demoting = False

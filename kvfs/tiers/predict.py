@@ -43,13 +43,14 @@ class Reason(Enum):
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """The session is used between `by` and `until` (seconds, of the clock that was given),
-    with a chance of `sureness`."""
+    with a chance of `sureness`. `size` in bytes, as far as it is known."""
 
     session: int
     by: float
     until: float
     sureness: float
     reason: Reason
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +75,12 @@ class _Planned:
 @dataclass(slots=True)
 class _Session:
     """`used`: when last, -inf before the first time; `checked_at`: when it is looked at next
-    because it may be idle, inf once it was found to be. `hot`: bytes on the accelerator."""
+    because it may be idle, inf once it was found to be. `size` is the last that was told,
+    `hot` what of it is on the accelerator, both in bytes."""
 
     used: float = -inf
     checked_at: float = inf
+    size: int = 0
     hot: int = 0
     in_tool: bool = False
     after_tool: Gaps = field(default_factory=Gaps)
@@ -89,16 +92,12 @@ class _Session:
 
 
 class Predictor:
-    """`size` gives the bytes that bringing a session in takes; `bandwidth` is how many a second
-    are brought in."""
+    """`bandwidth`: bytes a second at which a session is brought in."""
 
     bandwidth = 1e9
 
-    def __init__(
-        self, size: Callable[[int], int], options: PredictOptions = PredictOptions()
-    ) -> None:
+    def __init__(self, options: PredictOptions = PredictOptions()) -> None:
         self.options = options
-        self._size = size
         self._sessions: OrderedDict[int, _Session] = OrderedDict()
         self._together = Together()
         self._fleet = {False: Gaps(), True: Gaps()}  # by whether a tool ran
@@ -120,14 +119,17 @@ class Predictor:
         if known.checked_at == inf:
             self._check(session, known, now + self.options.idle_seconds)
 
-    def opened(self, session: int, now: float) -> None:
-        """A file of it was opened: what follows is most likely a read."""
-        if session not in self._sessions:
-            self._add(session)
+    def opened(self, session: int, now: float, size: int) -> None:
+        """A file of it was opened, which has `size` bytes in all: what follows is most likely
+        a read."""
+        known = self._sessions.get(session) or self._add(session)
+        known.size = size
         self._foretell(session, now, now, _SURE, Reason.OPENED)
 
-    def hint(self, session: int, hint: Hint, now: float) -> None:
+    def hint(self, session: int, hint: Hint, now: float, size: int) -> None:
+        """Said of a session that has `size` bytes."""
         known = self._sessions.get(session) or self._add(session)
+        known.size = size
         match hint:
             case ToolStarted():
                 known.in_tool = True
@@ -181,7 +183,8 @@ class Predictor:
 
     def _is_hot(self, session: int) -> bool:
         """The accelerator holds all of it: nothing is read."""
-        return self._sessions[session].hot >= self._size(session) > 0
+        known = self._sessions[session]
+        return known.hot >= known.size > 0
 
     def _kept_until(self, session: int, known: _Session, now: float) -> float:
         """Till when a session stays that is looked at because it may be idle."""
@@ -208,7 +211,7 @@ class Predictor:
         if sureness < self.options.least_sureness:
             return None
         by = known.used + idle
-        return Forecast(session, by, by + self._hold, sureness, Reason.GAPS)
+        return Forecast(session, by, by + self._hold, sureness, Reason.GAPS, known.size)
 
     # -- forecasts and tables
 
@@ -253,7 +256,8 @@ class Predictor:
     ) -> None:
         """Unless something better is known of it."""
         hold = self.options.hold_seconds if hold_seconds is None else hold_seconds
-        forecast = Forecast(session, by, by + hold, sureness, reason)
+        size = self._sessions[session].size
+        forecast = Forecast(session, by, by + hold, sureness, reason, size)
         better = self._foretold(session)
         is_worse = better is not None and better.until >= now and better.sureness > sureness
         if sureness >= self.options.least_sureness and not is_worse:
@@ -267,7 +271,7 @@ class Predictor:
 
     def _plan(self, forecast: Forecast, now: float) -> None:
         session = forecast.session
-        start = forecast.by - _AHEAD_SECONDS - self._size(session) / self.bandwidth
+        start = forecast.by - _AHEAD_SECONDS - forecast.size / self.bandwidth
         if start <= now:
             self._wanted[session] = forecast
             return

@@ -121,13 +121,15 @@ class _Removal:
 @dataclass(slots=True)
 class WarmTier:
     """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes there.
-    `fill_pct`: above it the least recently used goes."""
+    `fill_pct`: above it the least recently used goes. `on_evicted` is told of which session a
+    part of the memory was given up."""
 
     directory: Path
     limit: int
     executor: Executor
     boot: str = field(default_factory=current_boot)
     counters: WarmCounters = field(default_factory=WarmCounters)
+    on_evicted: Callable[[int], None] = field(default=lambda unit: None)
     _log: OperationLog = field(init=False)
     _uuid: bytes = b""
     _token: bytes = b""
@@ -299,6 +301,7 @@ class WarmTier:
         self._taken -= kvmap.taken
         self.counters.evicted_files += 1
         self.counters.evicted += kvmap.taken
+        self.on_evicted(kvmap.header.unit)
         # To give pages back takes longer than a request may wait.
         self.executor.submit(_Removal(kvmap))
         return kvmap.taken

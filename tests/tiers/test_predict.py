@@ -15,8 +15,8 @@ SIZE = 1000
 OPTIONS = PredictOptions(sessions_max=20)
 
 
-def new(options: PredictOptions = OPTIONS, size: int = SIZE) -> Predictor:
-    predictor = Predictor(lambda session: size, options)
+def new() -> Predictor:
+    predictor = Predictor(OPTIONS)
     predictor.bandwidth = 100.0
     return predictor
 
@@ -91,8 +91,8 @@ def test_an_open_and_a_tools_end_are_wanted_at_once_and_before_guesses() -> None
     now = turns(predictor, 1, (1200.0 * number for number in range(30))) + 1190
     list(predictor.idle(now - 100))
     predictor.used(2, 0.0)
-    predictor.opened(3, now)
-    predictor.hint(2, ToolDone(), now)
+    predictor.opened(3, now, SIZE)
+    predictor.hint(2, ToolDone(), now, SIZE)
     wanted = predictor.wanted(now)
     assert [forecast.reason for forecast in wanted[:2]] == [Reason.OPENED, Reason.TOOL_DONE]
     assert wanted[2].sureness < wanted[1].sureness
@@ -102,7 +102,7 @@ def test_an_open_and_a_tools_end_are_wanted_at_once_and_before_guesses() -> None
 def test_a_turn_that_was_announced_is_brought_in_in_time() -> None:
     predictor = new()
     predictor.used(1, 0.0)
-    predictor.hint(1, TurnExpected(100), 0.0)
+    predictor.hint(1, TurnExpected(100), 0.0, SIZE)
     assert predictor.wanted(87.0) == []
     assert reasons(predictor, 89.0) == {1: Reason.SAID}, "10 s to read it, and 2 to look"
     assert list(predictor.idle(159.0)) == []
@@ -113,7 +113,7 @@ def test_a_turn_that_was_announced_is_brought_in_in_time() -> None:
 def test_one_that_is_announced_for_much_later_goes_down_at_once() -> None:
     predictor = new()
     predictor.used(1, 0.0)
-    predictor.hint(1, TurnExpected(3600), 1.0)
+    predictor.hint(1, TurnExpected(3600), 1.0, SIZE)
     assert list(predictor.idle(1.0)) == [1]
     assert reasons(predictor, 3590.0) == {1: Reason.SAID}
     assert list(predictor.idle(3650.0)) == []
@@ -124,7 +124,7 @@ def test_gaps_with_a_tool_and_without_are_learnt_apart() -> None:
     predictor, now = new(), 0.0
     for number in range(40):
         predictor.used(1, now)
-        predictor.hint(1, ToolStarted(), now + 0.5)
+        predictor.hint(1, ToolStarted(), now + 0.5, SIZE)
         now += 1200
         predictor.used(1, now)
         now += [30, 7000, 500, 90][number % 4]
@@ -133,7 +133,7 @@ def test_gaps_with_a_tool_and_without_are_learnt_apart() -> None:
     assert predictor.wanted(now + 1195) == []
     now += 4000
     predictor.used(1, now)
-    predictor.hint(1, ToolStarted(), now)
+    predictor.hint(1, ToolStarted(), now, SIZE)
     assert list(predictor.idle(now + 300)) == [1]
     assert reasons(predictor, now + 1195) == {1: Reason.GAPS}
 
@@ -153,18 +153,18 @@ def test_sessions_that_are_used_together_come_together() -> None:
 
 def test_what_the_accelerator_holds_whole_is_not_brought_in() -> None:
     predictor = new()
-    predictor.hint(1, HotStats(SIZE), 0.0)
-    predictor.opened(1, 1.0)
+    predictor.hint(1, HotStats(SIZE), 0.0, SIZE)
+    predictor.opened(1, 1.0, SIZE)
     assert predictor.wanted(1.0) == []
-    predictor.hint(1, HotStats(SIZE - 1), 2.0)
+    predictor.hint(1, HotStats(SIZE - 1), 2.0, SIZE)
     assert reasons(predictor, 2.0) == {1: Reason.OPENED}
 
 
 def test_what_was_removed_is_not_foretold() -> None:
     predictor = new()
-    predictor.opened(1, 0.0)
+    predictor.opened(1, 0.0, SIZE)
     predictor.used(2, 0.0)
-    predictor.hint(2, TurnExpected(50), 0.0)
+    predictor.hint(2, TurnExpected(50), 0.0, SIZE)
     predictor.forget(1)
     predictor.forget(2)
     predictor.forget(3)
@@ -197,7 +197,7 @@ def test_whatever_happens_it_is_bounded_and_keeps_its_word(
                 used[session] = now
                 announced.discard(session)
             case "open":
-                predictor.opened(session, now)
+                predictor.opened(session, now, SIZE)
             case "forget":
                 predictor.forget(session)
             case "look":
@@ -212,7 +212,7 @@ def test_whatever_happens_it_is_bounded_and_keeps_its_word(
                     assert idle not in {forecast.session for forecast in predictor.wanted(now)}
             case _:
                 assert not isinstance(what, str)
-                predictor.hint(session, what, now)
+                predictor.hint(session, what, now, SIZE)
                 announced.add(session)
         tables = (predictor._sessions, predictor._planned, predictor._wanted)
         assert all(len(table) <= OPTIONS.sessions_max for table in tables)
@@ -224,6 +224,6 @@ def test_whatever_happens_it_is_bounded_and_keeps_its_word(
 def test_a_flood_of_hints_takes_no_memory() -> None:
     predictor = new()
     for number in range(5000):
-        predictor.hint(1, TurnExpected(200 + number % 50), float(number) / 100)
+        predictor.hint(1, TurnExpected(200 + number % 50), float(number) / 100, SIZE)
     assert len(predictor._checks) < 200
     assert len(predictor._later) < 200
