@@ -16,8 +16,10 @@ _RATE = 1 / 8
 _SHORTEST_SECONDS = 0.1
 # No session is so regular that its next gap may be foretold to a few per cent.
 _DEVIATION_MIN = 0.03
-# So many gaps of its own weigh as much as what is known of all sessions.
+# So many gaps of its own weigh as much as what is known of all sessions; and so many of
+# these as nothing.
 _OWN_HALF = 4
+_FLEET_HALF = 20
 _MEAN_OF_LOGISTIC = 2 * math.log(2)  # its mean absolute deviation, in scales
 
 
@@ -77,6 +79,8 @@ class Outlook:
         return 1 - self._lasts(idle + within) / self._lasts(idle)
 
     def _lasts(self, seconds: float) -> float:
-        own = self.own.count / (self.own.count + _OWN_HALF)
-        ruled = own * self.own.lasts(seconds) + (1 - own) * self.fleet.lasts(seconds)
-        return (1 - _NO_RULE_SHARE) * ruled + _NO_RULE_SHARE * _NO_RULE.lasts(seconds)
+        ruled = 1 - _NO_RULE_SHARE
+        own = ruled * self.own.count / (self.own.count + _OWN_HALF)
+        fleet = (ruled - own) * self.fleet.count / (self.fleet.count + _FLEET_HALF)
+        parts = (own, self.own), (fleet, self.fleet), (1 - own - fleet, _NO_RULE)
+        return sum(share * gaps.lasts(seconds) for share, gaps in parts)

@@ -53,10 +53,12 @@ class Outcomes:
 
 @dataclass(slots=True)
 class _Brought:
-    """For which forecast, and what was read for it so far, in bytes."""
+    """For which forecast; what was read for it, in bytes, None as long as it is; whether it
+    was right, None as long as nobody knows."""
 
     forecast: Forecast
-    size: int = 0
+    size: int | None = None
+    is_right: bool | None = None
 
 
 class Planner:
@@ -101,8 +103,8 @@ class Planner:
         """A read or write of one of its files reached us."""
         brought = self._brought.pop(session, None)
         if brought is not None:
-            self.outcomes.right[brought.forecast.reason] += 1
-            self.outcomes.right_bytes += brought.size
+            brought.is_right = True
+            self._count(brought)
         self._idle.pop(session, None)
         self._predictor.used(session, now)
 
@@ -142,20 +144,36 @@ class Planner:
 
     def _promote(self, brought: _Brought) -> Step[None]:
         session = brought.forecast.session
+        size = 0
         try:
-            brought.size = yield from self._tier.promote(session)
+            size = yield from self._tier.promote(session)
         except OSError as failure:
             # Whoever asks for it is told; a guess fails nobody.
             log.debug("session %d was not brought in: %s", session, failure)
         finally:
-            self._budget.end(brought.forecast.size, brought.size, self._clock())
+            brought.size = size
+            self._budget.end(brought.forecast.size, size, self._clock())
+        self._count(brought)
+        self._bring_in(self._clock())
+
+    def _count(self, brought: _Brought) -> None:
+        """Once it is there, and was used or not."""
+        if brought.size is None or brought.is_right is None:
+            return
+        outcomes, reason = self.outcomes, brought.forecast.reason
+        if brought.is_right:
+            outcomes.right[reason] += 1
+            outcomes.right_bytes += brought.size
+        else:
+            outcomes.wrong[reason] += 1
+            outcomes.wrong_bytes += brought.size
 
     def _send_down(self, now: float) -> None:
         for session in self._predictor.idle(now):
             brought = self._brought.pop(session, None)
             if brought is not None:
-                self.outcomes.wrong[brought.forecast.reason] += 1
-                self.outcomes.wrong_bytes += brought.size
+                brought.is_right = False
+                self._count(brought)
             self._idle[session] = None
         if self._idle and not self._is_demoting:
             self._is_demoting = True

@@ -8,7 +8,6 @@ to since what it holds came into the ring is clean, and is given up whole.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -35,19 +34,14 @@ from kvfs.engine.format import (
 from kvfs.engine.io import Executor, Step
 from kvfs.tiers.kvmap import Kvmap, alignment
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
+from kvfs.tiers.shards import Shards
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SHARDS = 65_536
 _POOL_FILE_MAX = 64 * 1024 * 1024
 _SESSION_SHARE = 8  # of the limit: one part in so many is the most that one file holds
 _SUFFIX = ".kvmap"
-
-
-def shard_of(unit: int, shards: int = SHARDS) -> int:
-    """The directory of a session's warm files."""
-    return int(hashlib.md5(str(unit).encode(), usedforsecurity=False).hexdigest()[:8], 16) % shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +123,7 @@ class WarmTier:
     executor: Executor
     boot: str = field(default_factory=current_boot)
     counters: WarmCounters = field(default_factory=WarmCounters)
+    shards: Shards = field(default_factory=Shards)
     on_evicted: Callable[[int], None] = field(default=lambda unit: None)
     _log: OperationLog = field(init=False)
     _uuid: bytes = b""
@@ -481,7 +476,7 @@ class WarmTier:
             self._by_region[id(region)] = kvmap
 
     def _path(self, unit: int, serial: int) -> Path:
-        shard = self.directory / str(shard_of(unit))
+        shard = self.directory / str(self.shards.of(unit))
         path = shard / f"{unit or 'pool'}{_SUFFIX}"
         return path if unit and not path.exists() else path.with_suffix(f".{serial}{_SUFFIX}")
 
