@@ -48,13 +48,14 @@ class SimulatedTier:
         return session in self.up
 
     def promote(self, session: int) -> Step[int]:
+        size = self.size(session)
         arrives = max(self.now, self._free_at) + self.seconds_to_read(session)
         self._free_at = arrives
-        self._put(session, Up(self.now, arrives, self.size(session), by_guess=True))
+        self._put(session, Up(self.now, arrives, size, by_guess=True))
         arrival: Completion[None] = Completion()
         heapq.heappush(self._arrivals, (arrives, session, arrival))
         yield from wait(arrival)
-        return self.size(session)
+        return size
 
     def demote(self, sessions: list[int]) -> Step[None]:
         for session in self.up.keys() & set(sessions):
