@@ -23,6 +23,7 @@ class _Work:
     call: Callable[[], Any]
     completion: Completion[Any]
     writes_before: int
+    urgency: Urgency
 
 
 @dataclass(slots=True, eq=False)
@@ -51,11 +52,18 @@ class DeferredExecutor:
 
     def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
-        self._asked.append(_Work(work, completion, self.device.writes))
+        self._asked.append(_Work(work, completion, self.device.writes, urgency))
         return completion
 
     def hasten(self, completion: Completion[Any]) -> None:
-        """All that may happen next may be what happens next."""
+        for work in self._asked:
+            if work.completion is completion:
+                work.urgency = Urgency.DEMAND
+
+    @property
+    def asked_for(self) -> list[Urgency]:
+        """How urgent what has not begun yet is; what happens next is chosen regardless."""
+        return [work.urgency for work in self._asked]
 
     def spawn(self, step: Step[T]) -> Completion[T]:
         """Starts later, as a task of a loop does."""
