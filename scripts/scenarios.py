@@ -290,7 +290,7 @@ class Client:
         self.figures.seconds.append(time.perf_counter() - begun)
 
 
-LAYERS, ROUND_BYTES, DEPTH_BYTES = 4, 4096, 32 * 1024
+LAYERS, ROUND_BYTES, DEPTH_BYTES = 2, 4096, 64 * 1024
 
 
 def serve_gov(client: Client, sessions: int) -> None:
@@ -374,7 +374,7 @@ SERVES: dict[str, tuple[Callable[[Client, int], None], int, int]] = {
 
 def mounted(scenario: str, short: bool, directory: Path | None) -> Mounted:
     """Make a ring, mount it with the profile, serve, mount it anew, compare all that is left."""
-    seconds = 2.0 if short else 30.0
+    seconds = 1.0 if short else 30.0
     with tempfile.TemporaryDirectory(dir=directory) as name:
         place = Path(name)
         mountpoint, image = place / "mnt", place / "ring.img"

@@ -154,6 +154,8 @@ class Planner:
             brought.size = size
             self._budget.end(brought.forecast.size, size, self._clock())
         self._count(brought)
+        if brought.is_right is False:  # meanwhile it was sent down, as far as it was there
+            self._idle[session] = None
         self._bring_in(self._clock())
 
     def _count(self, brought: _Brought) -> None:

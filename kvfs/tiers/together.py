@@ -22,9 +22,11 @@ _TRIALS_MAX = 32
 
 @dataclass(slots=True)
 class _Edge:
-    """`tried`: when the last of the `trials` began, of which `hits` came true."""
+    """`tried`: when the last of the `trials` began, of which `hits` came true; `came`: that
+    one did."""
 
     tried: float
+    came: bool = True
     trials: float = 1.0
     hits: float = 1.0
 
@@ -37,7 +39,7 @@ class _Edge:
         if self.trials >= _TRIALS_MAX:
             self.trials, self.hits = self.trials / 2, self.hits / 2
         self.trials += 1
-        self.tried = now
+        self.tried, self.came = now, False
 
 
 @dataclass(slots=True)
@@ -75,7 +77,9 @@ class Together:
         edges = self._edges.setdefault(earlier, {})
         edge = edges.get(session)
         if edge is not None:
-            edge.hits += now - edge.tried <= WINDOW_SECONDS
+            if now - edge.tried <= WINDOW_SECONDS and not edge.came:
+                edge.came = True
+                edge.hits += 1
             return
         if len(edges) >= _EDGES_MAX:
             del edges[min(edges, key=lambda other: edges[other].tried)]
