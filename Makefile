@@ -4,10 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test lint bench scale crash turnover posix clean
+.PHONY: help setup system demo test lint bench scale scenarios crash turnover posix clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: .venv/installed ## System packages, then .venv with everything in it
 
@@ -25,6 +25,9 @@ lint: setup ## Style, types, import direction
 
 bench: setup ## Save and restore a session, beside fio on the same disk (as root)
 	$(BIN)/python scripts/bench_restore.py --rounds 3
+
+scenarios: setup ## Each profile at its work: simulated, and through a mount (minutes, 8 GiB)
+	for profile in gov ecommerce iot; do $(BIN)/python scripts/scenarios.py $$profile || exit 1; done
 
 scale: setup ## A million layer files: time to mount, memory to serve them (minutes, 8 GiB)
 	$(BIN)/python scripts/scale.py

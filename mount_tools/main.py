@@ -10,7 +10,7 @@ import typer
 
 import kvfs
 from kvfs.engine.device import DeviceError
-from mount_tools import fork, fsck, log, ls, mkfs, mount, replay, stat, umount
+from mount_tools import fork, fsck, log, ls, mkfs, mount, profile, replay, stat, umount
 from mount_tools.common import CommandError, describe_os_error, warn
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command()(stat.stat)
 app.command()(fork.fork)
 app.command()(log.log)
 app.command()(replay.replay)
+app.command()(profile.profile)
 
 # What typer raises for a wrong command line; which module it lives in depends on its version.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]

@@ -15,6 +15,8 @@ import typer
 
 from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.mount.mounts import find_mount
+from kvfs.tiers import profiles
+from kvfs.tiers.profiles import Profile
 from mount_tools.common import (
     CommandError,
     describe_os_error,
@@ -34,6 +36,7 @@ from mount_tools.mountpoints import (
     state_of,
 )
 from mount_tools.options import parse_options
+from mount_tools.profile import load_profile
 
 if TYPE_CHECKING:
     from kvfs.mount.config import MountConfig
@@ -87,9 +90,22 @@ def mount(
     deadline: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="A request is answered within this.")
     ] = 30,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help=f"How tiers behave: {', '.join(profiles.NAMES)}, or a file (see kvfs profile).",
+        ),
+    ] = None,
     checkpoint: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1, help="Time between checkpoints.")
-    ] = 300,
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=1,
+            help="Time between checkpoints. [default: the profile's, or 300]",
+            show_default=False,
+        ),
+    ] = None,
     reclaim: Annotated[
         bool,
         typer.Option(
@@ -104,9 +120,11 @@ def mount(
     Examples:
       kvfs mount /mnt/kv /dev/nvme1n1
       kvfs mount /mnt/kv ring.img --warm 8G --log kvfs.log
+      kvfs mount /mnt/kv /dev/nvme1n1 --profile gov
       kvfs mount /mnt/kv ring.img -o ro --foreground
     """
     chosen = parse_options(options or [])
+    tiers = Profile() if profile is None else load_profile(profile)
     # The daemon's directory is another one: relative paths end here.
     mountpoint, device, warm_dir = map(canonical, (mountpoint, device, warm_dir))
     _check_system(allow_other="allow_other" in chosen)
@@ -126,7 +144,12 @@ def mount(
             warm_size=warm,
             options=chosen,
             deadline_seconds=deadline,
-            store=StoreOptions(checkpoint_seconds=checkpoint, reclaim=reclaim),
+            profile=tiers,
+            store=StoreOptions(
+                checkpoint_seconds=checkpoint or tiers.checkpoint_seconds,
+                reclaim=reclaim,
+                unused_seconds=tiers.ttl_seconds,
+            ),
         )
 
     if foreground:

@@ -29,7 +29,7 @@ from kvfs.engine.format import (
     summary_key,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.io import Executor, Step, wait
+from kvfs.engine.io import Executor, Step, Urgency, wait
 from kvfs.engine.journal import extent_of
 from kvfs.engine.metadata import pointer_to
 from kvfs.engine.ring import Ring, read_header, read_table
@@ -145,7 +145,7 @@ def carry(
     device: Device, executor: Executor, index: Index, group: list[LiveRecord]
 ) -> Step[Carried]:
     """Read a group. Raises OSError."""
-    payloads = yield from wait(executor.submit(partial(_read, device, group)))
+    payloads = yield from wait(executor.submit(partial(_read, device, group), Urgency.WRITE_BACK))
     items: list[Item] = []
     for ino in sorted({live.record.object_id for live in group}):
         value = yield from index.committed(inode_key(ino))

@@ -12,9 +12,11 @@ from __future__ import annotations
 import errno
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -56,6 +58,7 @@ class Completion(Generic[T]):
 # Errors that do not come from what was seen of the state.
 _FINAL = (errno.EIO, errno.ENOSPC)
 _TRIES = 3  # before a step is given more memory
+_PASSED_OVER_MAX = 3  # turns that go to demand while write-back waits
 
 Step = Generator[Completion[Any], None, T]
 
@@ -65,18 +68,31 @@ class DeadlineExceeded(Exception):
     the device has not said that it failed."""
 
 
+class Urgency(IntEnum):
+    """Who waits for a piece of work: a reader; somebody who wants what was answered in the
+    ring; nobody, it is a guess."""
+
+    DEMAND = 0
+    WRITE_BACK = 1
+    BACKGROUND = 2
+
+
 class Executor(Protocol):
     """Runs work off the loop's thread, and steps beside the caller."""
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         """Run work that touches only the device and buffers, in a thread."""
+
+    def hasten(self, completion: Completion[Any]) -> None:
+        """Somebody waits for that work now, which was submitted for the background."""
 
     def spawn(self, step: Step[T]) -> Completion[T]:
         """Drive a step in the loop, independently of the caller and its deadline."""
 
     @property
     def has_room(self) -> bool:
-        """False when the queue is so long that work which can wait should not be added."""
+        """False when so much work waits that more which can wait should not be added; what
+        runs in the background is not counted."""
 
 
 class InlineExecutor:
@@ -84,7 +100,7 @@ class InlineExecutor:
 
     has_room = True
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
         try:
             completion.finish(work())
@@ -92,21 +108,25 @@ class InlineExecutor:
             completion.finish(error=error)
         return completion
 
+    def hasten(self, completion: Completion[Any]) -> None:
+        assert completion.done
+
     def spawn(self, step: Step[T]) -> Completion[T]:
         return self.submit(lambda: run(step))
 
 
 class WorkerThreads:
-    """Runs work in daemon threads; completions are finished through `call_soon`,
-    which must run a callable in the loop's thread.
+    """Runs work in daemon threads, the most urgent first; completions are finished through
+    `call_soon`, which must run a callable in the loop's thread.
 
     Daemon threads, because one that hangs in a dead device must not hold up the exit.
     """
 
     def __init__(self, threads: int, call_soon: Callable[[Callable[[], None]], None]) -> None:
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Completion[Any]]] = (
-            queue.SimpleQueue()
-        )
+        self._queue = WorkQueue(max(1, threads // 2))
+        self._lock = threading.Lock()
+        # One for each piece of work that waits and may run: what threads sleep at.
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._call_soon = call_soon
         self._threads = threads
         for number in range(threads):
@@ -114,22 +134,107 @@ class WorkerThreads:
 
     @property
     def has_room(self) -> bool:
-        return self._queue.qsize() < 2 * self._threads
+        return self._queue.urgent < 2 * self._threads
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    @property
+    def demand_waits(self) -> bool:
+        """Whether a reader waits for a thread."""
+        return self._queue.demand_waits
+
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
-        self._queue.put((work, completion))
+        with self._lock:
+            self._queue.put(Work(urgency, work, completion))
+        self._tokens.put(None)
         return completion
+
+    def hasten(self, completion: Completion[Any]) -> None:
+        with self._lock:
+            self._queue.hasten(completion)
+        # The one that it came with may have been used up while it was not allowed to run.
+        self._tokens.put(None)
 
     def _work(self) -> None:
         while True:
-            work, completion = self._queue.get()
+            self._tokens.get()
+            with self._lock:
+                work = self._queue.take()
+            if work is None:
+                continue
             try:
-                finish = _Finish(completion, work(), None)
+                finish = _Finish(work.completion, work.call(), None)
             except Exception as error:
-                finish = _Finish(completion, None, error)
+                finish = _Finish(work.completion, None, error)
             self._call_soon(finish)
-            del work, completion, finish
+            if work.urgency is Urgency.BACKGROUND:
+                self._ended(work)
+            del work, finish
+
+    def _ended(self, work: Work) -> None:
+        """Another one of the background may have been passed over because of it."""
+        with self._lock:
+            self._queue.ended(work)
+        self._tokens.put(None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A piece of work that waits, or runs in a thread."""
+
+    urgency: Urgency
+    call: Callable[[], Any]
+    completion: Completion[Any]
+
+
+class WorkQueue:
+    """What is next. Demand goes first, but every fourth turn is write-back's, so that readers
+    cannot keep an fsync from its end; what runs in the background has what both leave, and
+    never more than `background_max` threads: demand finds the others at once."""
+
+    def __init__(self, background_max: int) -> None:
+        self._waiting: tuple[deque[Work], ...] = tuple(deque() for _ in Urgency)
+        self._background_max = background_max
+        self._in_background = 0
+        self._passed_over = 0
+
+    @property
+    def urgent(self) -> int:
+        """How much waits, without what runs in the background."""
+        return len(self._waiting[Urgency.DEMAND]) + len(self._waiting[Urgency.WRITE_BACK])
+
+    @property
+    def demand_waits(self) -> bool:
+        return bool(self._waiting[Urgency.DEMAND])
+
+    def put(self, work: Work) -> None:
+        self._waiting[work.urgency].append(work)
+
+    def take(self) -> Work | None:
+        """The next one to run, if there is one that may. Each wants one of `ended`."""
+        demand, write_back, background = self._waiting
+        if write_back and (not demand or self._passed_over == _PASSED_OVER_MAX):
+            self._passed_over = 0
+            return write_back.popleft()
+        if demand:
+            self._passed_over += bool(write_back)
+            return demand.popleft()
+        if background and self._in_background < self._background_max:
+            self._in_background += 1
+            return background.popleft()
+        return None
+
+    def hasten(self, completion: Completion[Any]) -> None:
+        """Work of the background that still waits becomes demand."""
+        background = self._waiting[Urgency.BACKGROUND]
+        for work in background:
+            if work.completion is completion:
+                background.remove(work)
+                self.put(replace(work, urgency=Urgency.DEMAND))
+                return
+
+    def ended(self, work: Work) -> None:
+        if work.urgency is Urgency.BACKGROUND:
+            self._in_background -= 1
 
 
 @dataclass(slots=True)

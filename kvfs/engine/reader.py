@@ -21,7 +21,7 @@ from kvfs.engine.buffers import BufferPool
 from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
 from kvfs.engine.format import BLOCK, EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
-from kvfs.engine.io import Completion, Executor
+from kvfs.engine.io import Completion, Executor, Urgency
 from kvfs.engine.ring import Ring
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,8 @@ class ReadErrors:
 
 class ExtentReader:
     """A bounded cache of decoded extents over the device, and under what `buffer` holds of
-    them. `cache_size` in bytes."""
+    them. `cache_size` in bytes; `asked_for` counts those that were read from the device for
+    a reader."""
 
     def __init__(
         self, device: Device, executor: Executor, ring: Ring, buffer: Buffer, cache_size: int
@@ -70,6 +71,7 @@ class ExtentReader:
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._by_extent: dict[int, Chunk] = {}
         self.errors = ReadErrors()
+        self.asked_for = 0
 
     @property
     def capacity(self) -> int:
@@ -92,11 +94,17 @@ class ExtentReader:
 
     def read_ahead(self, extents: Sequence[Extent], chunks_max: int) -> None:
         """Start to read what is missing of these, in at most `chunks_max` reads."""
-        missing = [extent for extent in extents if extent.extent_id not in self._by_extent]
+        missing = [
+            extent
+            for extent in extents
+            if extent.extent_id not in self._by_extent and self.warm(extent) is None
+        ]
         for group in neighbours(missing)[:chunks_max]:
             self._start(group)
 
-    def read_into(self, extents: list[Extent], target: memoryview) -> Completion[list[Extent]]:
+    def read_into(
+        self, extents: list[Extent], target: memoryview, urgency: Urgency
+    ) -> Completion[list[Extent]]:
         """Have neighbours, as `neighbours` groups them, decoded one behind the other into
         `target`, past what is kept here. It is block-aligned and takes whole blocks. The
         result are those that are good."""
@@ -106,7 +114,8 @@ class ExtentReader:
         scratch = target if in_place else self._buffer_for(extents)
         address = extents[0].address
         self._ring.pin(address)
-        reading = self._executor.submit(_ReadInto(self._device, extents, scratch, target))
+        work = _ReadInto(self._device, extents, scratch, target)
+        reading = self._executor.submit(work, urgency)
 
         def finished() -> None:
             self._ring.unpin(address)
@@ -153,6 +162,7 @@ class ExtentReader:
         work = _ReadChunk(self._device, chunk, buffer if scratch is None else scratch)
         self._ring.pin(extents[0].address)
         chunk.read = self._executor.submit(work)
+        self.asked_for += extents[-1].blocks_end - extents[0].address
         chunk.users += 1
         self._chunks[id(chunk)] = chunk
         for extent in extents:

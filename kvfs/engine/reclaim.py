@@ -21,7 +21,6 @@ from kvfs.engine.writer import Counters
 log = logging.getLogger(__name__)
 
 LOG_ENTRIES_MAX = 10_000
-_EXPIRY_SECONDS = 7 * 24 * 3600
 _SCANNED_A_SECOND = 10_000 // 60
 _HOLDERS_SECONDS = 60
 _HOLDERS_NAMED = 3
@@ -41,6 +40,7 @@ class Reclaimer:
     perform: Perform
     counters: Counters
     is_on: bool
+    unused_seconds: int
     on_removed: Removed = field(default=lambda names: None)
     _unremovable: set[int] = field(default_factory=set)  # of which the log told
     _next_number: int | None = None
@@ -49,13 +49,13 @@ class Reclaimer:
 
     def expire(self, *, is_filling: bool) -> Step[None]:
         """Call about once a second. Units with a time to live go on time, the others after
-        a week without use, and only while the ring is filling up."""
+        `unused_seconds` without use, and only while the ring is filling up."""
         if not self.is_on:
             return
         now_ns = time.time_ns()
-        default = _EXPIRY_SECONDS if is_filling else 0
+        default = self.unused_seconds if is_filling else 0
         for victim in (yield from self.units.expired(now_ns, _SCANNED_A_SECOND, default)):
-            why = "its ttl is over" if victim.unit.ttl_s else "unused for 7 days"
+            why = "its ttl is over" if victim.unit.ttl_s else f"unused for {_period(default)}"
             yield from self.remove(victim, why, now_ns)
 
     def make_space(self, wanted: int) -> Step[bool]:
@@ -168,3 +168,9 @@ class Reclaimer:
             names.append(f"{path} ({victim.unit.stored} bytes)")
         held = ", ".join(names) or "units used within the last minute"
         log.warning("the ring is full and nothing may be reclaimed; held by %s", held)
+
+
+def _period(seconds: int) -> str:
+    """In days where it is whole days, else in hours."""
+    days, rest = divmod(seconds, 24 * 3600)
+    return f"{seconds / 3600:g} hours" if rest else f"{days} days"

@@ -68,7 +68,8 @@ class StoreOptions:
     `cache_size` is for file data, `index_cache_size` for nodes of the index; `nodes_max`
     counts inodes and extents in use; `checkpoint_changes` items of the index. `reclaim`:
     units may be removed, those that live too long and, when the ring is full, those that
-    `policy` names first; without one, the oldest.
+    `policy` names first, without one the oldest; while it is filling up those that were unused
+    for `unused_seconds`.
     """
 
     cache_size: int = 128 * 1024 * 1024
@@ -79,6 +80,7 @@ class StoreOptions:
     checkpoint_changes: int = 100_000
     reclaim: bool = True
     policy: Policy | None = None
+    unused_seconds: int = 7 * 24 * 3600
     uid: int = field(default_factory=os.geteuid)
     gid: int = field(default_factory=os.getegid)
 
@@ -121,8 +123,9 @@ class Store:
         self._assembler = Assembler(self._reader)
         self._units = Units(loaded.index, loaded.state, lambda: self._space.total, options.policy)
         self._reclaimer = Reclaimer(
-            self._units, self._perform, self._writer.counters, options.reclaim
-        )
+            self._units, self._perform, self._writer.counters, options.reclaim,
+            options.unused_seconds,
+        )  # fmt: skip
         self._admission = Admission(self._writer, self._space, buffer, self._reclaimer)
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None

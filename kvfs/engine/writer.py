@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 from kvfs.engine import cleaner, journal, metadata
 from kvfs.engine.btree import Rewrite
@@ -34,7 +35,7 @@ from kvfs.engine.format import (
     round_up,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.io import Completion, Executor, Step, wait, wait_all
+from kvfs.engine.io import Completion, Executor, Step, Urgency, wait, wait_all
 from kvfs.engine.metadata import EncodedRecord
 from kvfs.engine.nodes import error
 from kvfs.engine.ring import PlacedFrame, Ring
@@ -55,6 +56,7 @@ from kvfs.engine.writeback import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 # So many ids are handed out between two checkpoints, at most.
 ID_WINDOW = 1 << 24
@@ -231,7 +233,7 @@ class Writer:
     def flush(self) -> Step[None]:
         """What is in the ring is durable on return. Raises OSError."""
         covered = self.committed_sequence
-        self._flushing = self.executor.submit(self.device.flush)
+        self._flushing = self._submit(self.device.flush)
         # Also when nobody waits for it any longer, its outcome counts.
         self._flushing.when_done(partial(self._flushed, self._flushing, covered))
         yield from wait(self._flushing)
@@ -303,7 +305,7 @@ class Writer:
         if batch.encoding is None:
             left = self.space.left_after_cleaning(self.promised)
             self.auto.space_is_short = left < self.space.total // _SHORT_OF_SPACE
-            start_encoding(batch, self.auto, self._arenas, self.executor.submit)
+            start_encoding(batch, self.auto, self._arenas, self._submit)
 
     def _place_next(self) -> Step[_InFlight]:
         batch = self._sealed[0]
@@ -324,7 +326,10 @@ class Writer:
             self.counters.frames += 1
             self.counters.device_written += frame.header.frame_length
             self.bytes_since_checkpoint += frame.header.frame_length
-        return [self.executor.submit(partial(self._write_frame, frame)) for frame in frames]
+        return [self._submit(partial(self._write_frame, frame)) for frame in frames]
+
+    def _submit(self, work: Callable[[], T]) -> Completion[T]:
+        return self.executor.submit(work, Urgency.WRITE_BACK)
 
     def _write_frame(self, frame: PlacedFrame) -> None:
         """Runs in a thread; the smoothed bandwidth is one number, so a race is harmless."""
@@ -395,7 +400,7 @@ class Writer:
         cleaning.finish()
 
     def _clean_segment(self, segment: int) -> Step[None]:
-        submit, ring = self.executor.submit, self.ring
+        submit, ring = self._submit, self.ring
         found = yield from wait(submit(partial(cleaner.survey, self.device, ring, segment)))
         if found.taken != ring.live_bytes(segment):
             log.error("segment %d cannot be cleaned: its frames cannot be read", segment)
@@ -469,7 +474,7 @@ class Writer:
             flags=SuperblockFlag.CLEAN if closing else SuperblockFlag(0),
         )
         write = partial(write_superblock, self.device, following)
-        yield from wait(self.executor.submit(write))
+        yield from wait(self._submit(write))
         self.superblock = following
         self.index.checkpointed(checkpoint)
         self.ring.checkpointed(previous.replay.sequence)
@@ -478,7 +483,7 @@ class Writer:
         self.counters.checkpoints += 1
 
     def _rewrite(self) -> Rewrite:
-        return Rewrite(self.index.nodes, self.executor.submit, self._append_metadata)
+        return Rewrite(self.index.nodes, self._submit, self._append_metadata)
 
     def _append_bitmap(self, checkpoint: Checkpoint) -> Step[Checkpoint]:
         """The parts of the bitmap that changed, without what only this does to them."""

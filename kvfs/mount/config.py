@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from kvfs.engine.store import StoreOptions
+from kvfs.tiers.profiles import Profile
 
 WARM_DIRECTORY = Path("/dev/shm")
 
@@ -24,6 +25,7 @@ class MountConfig:
     options: frozenset[str] = frozenset()
     deadline_seconds: float = 30.0
     window_size: int = 16 * 1024 * 1024
+    profile: Profile = field(default_factory=Profile)
     store: StoreOptions = field(default_factory=StoreOptions)
 
     @property

@@ -21,6 +21,7 @@ from kvfs.engine.store import Store
 from kvfs.mount.config import MountConfig
 from kvfs.mount.metrics import metrics
 from kvfs.tiers.migrate import Migration
+from kvfs.tiers.planner import Outcomes, Planner
 from kvfs.tiers.warm import WarmTier
 
 PREFIX = b"user.kvfs."
@@ -43,6 +44,9 @@ _TTL_DIGITS = 12
 FORK = PREFIX + b"fork"
 PREFETCH = PREFIX + b"prefetch"
 DEMOTE = PREFIX + b"demote"
+# What an agent says of its session (see tiers/hints.py).
+HINT = PREFIX + b"hint"
+DEVICE_ID = PREFIX + b"device_id"
 # Reading it brings a file in, and says where to map it.
 MAP = PREFIX + b"map"
 _TIER = PREFIX + b"tier"
@@ -104,6 +108,16 @@ def read_map(migration: Migration, ino: int, *, leased: bool) -> Step[bytes]:
     return value
 
 
+def hinted(store: Store, ino: int) -> Step[tuple[int, int]]:
+    """The session that a hint is about, and what it takes on the device, in bytes. Raises EINVAL
+    where there is none."""
+    unit = yield from store.units.unit_of(ino)
+    is_directory = (yield from store.node(unit)).is_directory
+    if not is_directory or unit == ROOT_INODE or not (yield from store.units.is_session(unit)):
+        raise error(errno.EINVAL)
+    return unit, (yield from store.units.unit(unit)).stored
+
+
 def check_settable(name: bytes, value: bytes) -> None:
     """Raises EOPNOTSUPP for names of ours that are not settings, and for ACLs; EINVAL for
     values that say nothing."""
@@ -159,6 +173,7 @@ class Mounted:
 
     store: Store
     warm: WarmTier
+    planner: Planner
     config: MountConfig
     unrecovered: bool
     superblock_lost: bool
@@ -194,6 +209,16 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "counters": asdict(store.counters),
         "errors": asdict(store.reader.errors),
         "warm": asdict(mounted.warm.usage()) | asdict(mounted.warm.counters),
+        "prefetch": _prefetch(mounted.planner.outcomes),
+    }
+
+
+def _prefetch(outcomes: Outcomes) -> dict[str, Any]:
+    return {
+        "right": {reason.value: count for reason, count in outcomes.right.items()},
+        "wrong": {reason.value: count for reason, count in outcomes.wrong.items()},
+        "right_bytes": outcomes.right_bytes,
+        "wrong_bytes": outcomes.wrong_bytes,
     }
 
 

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,15 @@ from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import LoopExecutor, drive
 from kvfs.mount.memory import warm_limit
 from kvfs.mount.mounts import find_mount
+from kvfs.tiers.budget import Budget
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.oplog import CHUNK_SIZE, log_at
+from kvfs.tiers.planner import Planner
+from kvfs.tiers.predict import PredictOptions, Predictor
 from kvfs.tiers.prefetch import LookAhead
+from kvfs.tiers.profiles import Profile
+from kvfs.tiers.sessions import WarmSessions
+from kvfs.tiers.shards import Shards
 from kvfs.tiers.warm import WarmTier
 
 log = logging.getLogger(__name__)
@@ -68,20 +75,26 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
             _claim(directory)
         warm_size = _warm_limit(config, directory)
         config = replace(config, warm_size=warm_size)
-        buffer = WarmTier(directory, warm_size, executor)
+        profile = config.profile
+        buffer = WarmTier(directory, warm_size, executor, shards=Shards(profile))
         store = Store.open(device, str(config.source), executor, buffer, config.store)
         if store.damage:
             log.error("%s", store.damage)
         unrecovered = store.read_only and log_at(buffer.home, buffer.boot) is not None
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
-        mounted = Mounted(store, buffer, config, unrecovered, superblocks.one_is_lost)
-        migration = Migration(store, buffer, executor)
-        filesystem = Filesystem(store, look_ahead, migration, config.deadline_seconds, mounted)
+        migration = Migration(store, buffer, executor, profile.warm_fill_pct, profile.warm_group)
+        planner = _planner(migration, executor, profile)
+        mounted = Mounted(store, buffer, planner, config, unrecovered, superblocks.one_is_lost)
+        filesystem = Filesystem(
+            store, look_ahead, migration, planner, config.deadline_seconds, mounted
+        )
         _mount(filesystem, config)
         try:
             nursery.start_soon(_stop_on_signal)
             nursery.start_soon(_tick, store, filesystem)
             nursery.start_soon(_relieve, migration)
+            if not store.read_only:
+                nursery.start_soon(_plan, planner)
             nursery.start_soon(_announce, config.mountpoint, ready)
             await pyfuse3.main()
         finally:
@@ -91,6 +104,19 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
             if has_own_tmpfs(config):
                 large_pages.give_up(directory.parent)
         nursery.cancel_scope.cancel()
+
+
+def _planner(migration: Migration, executor: LoopExecutor, profile: Profile) -> Planner:
+    store = migration.store
+    return Planner(
+        WarmSessions(migration),
+        Predictor(PredictOptions(idle_seconds=profile.warm_idle_seconds)),
+        Budget(),
+        profile.warm_group,
+        executor.spawn,
+        lambda: executor.demand_waits,
+        lambda: store.reader.asked_for,
+    )
 
 
 def _log_directory(config: MountConfig, superblock: Superblock) -> Path:
@@ -203,6 +229,16 @@ async def _relieve(migration: Migration) -> None:
             log.error("warm memory cannot be given up: %s", failure)
         except Exception:
             log.exception("warm memory cannot be given up")
+
+
+async def _plan(planner: Planner) -> None:
+    while True:
+        await trio.sleep(_TICK_SECONDS)
+        try:
+            planner.tick(time.monotonic())
+        except Exception:
+            # A fault of ours in a guess: requests go on.
+            log.exception("bringing in and sending down")
 
 
 async def _stop_on_signal() -> None:

@@ -9,6 +9,7 @@ import os
 import queue
 import stat
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast
@@ -38,6 +39,7 @@ from kvfs.engine.store import Store
 from kvfs.mount import control
 from kvfs.mount.loop import drive
 from kvfs.tiers.migrate import Migration
+from kvfs.tiers.planner import Planner
 from kvfs.tiers.prefetch import LookAhead, Reader
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ _TIMEOUT_SECONDS = 3600
 _BLOCK_SIZE_HINT = 1024 * 1024
 _READDIR_BATCH = 128
 _NOTICES_MAX = 4096
+# Who opens a smaller file may want to know of the session without reading it.
+_LAYER_MIN = 64 * 1024
 _DOT, _DOT_DOT = 1, 2
 
 
@@ -77,9 +81,10 @@ def _handler(
 @dataclass(slots=True)
 class _Handle:
     """An open file or directory. `direct`: opened with O_DIRECT; `snapshot` is the content
-    of a file in `/.kvfs`."""
+    of a file in `/.kvfs`; `session` the one that the file is in, 0 in a pool."""
 
     ino: int
+    session: int = 0
     direct: bool = False
     reader: Reader | None = None
     snapshot: bytes | None = None
@@ -96,6 +101,7 @@ class Filesystem(pyfuse3.Operations):
         store: Store,
         look_ahead: LookAhead,
         migration: Migration,
+        planner: Planner,
         deadline_seconds: float,
         mounted: control.Mounted,
     ) -> None:
@@ -103,6 +109,7 @@ class Filesystem(pyfuse3.Operations):
         self._store = store
         self._look_ahead = look_ahead
         self._migration = migration
+        self._planner = planner
         self._deadline_seconds = deadline_seconds
         self._mounted = mounted
         self._handles: dict[int, _Handle] = {}
@@ -207,7 +214,7 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         _refuse_control(parent_inode, name)
-        await self._run(self._store.rmdir(parent_inode, name))
+        self._planner.removed(await self._run(self._store.rmdir(parent_inode, name)))
 
     @_handler
     async def rename(
@@ -259,6 +266,7 @@ class Filesystem(pyfuse3.Operations):
             return handle.snapshot[off : off + size]
         if not handle.direct:
             self._in_page_cache.add(handle.ino)
+        self._saw_use(handle)
         # The reply is copied before anything else runs, so it may be a view.
         return cast(bytes, await self._run(self._read(handle, off, size)))
 
@@ -270,6 +278,7 @@ class Filesystem(pyfuse3.Operations):
     @_handler
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
         handle = self._handles[fh]
+        self._saw_use(handle)
         written = await self._run(self._store.write(handle.ino, off, buf))
         if handle.direct and handle.ino in self._in_page_cache:
             await self._drop_pages(handle.ino)
@@ -365,6 +374,8 @@ class Filesystem(pyfuse3.Operations):
         _refuse_control_inode(inode)
         if name == control.FORK:
             return await self._fork(inode, value, ctx)
+        if name == control.HINT:
+            return await self._hint(inode, value)
         if name == control.PREFETCH:
             self._migration.prefetch(inode)
             return
@@ -423,11 +434,41 @@ class Filesystem(pyfuse3.Operations):
         handle = _Handle(ino, direct=bool(flags & os.O_DIRECT))
         if flags & os.O_ACCMODE != os.O_WRONLY:
             handle.reader = await self._run(self._look_ahead.opened(ino))
+        handle.session = await self._run(self._session_opened(handle))
         self._store.pin(ino)
         self._store.opened(ino)
         # Also for O_DIRECT: the kernel then splits a large request into several at once, and
         # keeps its page cache coherent; with direct_io it would wait for each.
         return FileInfo(fh=self._add_handle(handle), direct_io=False, keep_cache=True)
+
+    def _session_opened(self, handle: _Handle) -> Step[int]:
+        """The session of a file that is being opened; who is to know of it is told."""
+        store = self._store
+        session = yield from store.units.session_of(handle.ino)
+        if not session:
+            return 0
+        shards = self._migration.warm.shards
+        if shards.wants(session):
+            name = (yield from store.node(session)).inode.name
+            device = yield from store.xattr(session, control.DEVICE_ID)
+            shards.tell(session, name, int(device) if device else None)
+        size = (yield from store.node(handle.ino)).inode.size
+        if handle.reader is not None and size >= _LAYER_MIN:
+            stored = (yield from store.units.unit(session)).stored
+            self._planner.saw_open(session, time.monotonic(), stored)
+        return session
+
+    def _saw_use(self, handle: _Handle) -> None:
+        if handle.session:
+            self._planner.saw_use(handle.session, time.monotonic())
+
+    async def _hint(self, ino: int, value: bytes) -> None:
+        session, size = await self._run(control.hinted(self._store, ino))
+        try:
+            self._planner.hint(session, value, time.monotonic(), size)
+        except ValueError as fault:
+            log.debug("a hint for inode %d: %s", ino, fault)
+            raise FUSEError(errno.EINVAL) from None
 
     def _add_handle(self, handle: _Handle) -> int:
         self._next_handle += 1

@@ -81,10 +81,24 @@ class _Stats(Collector):
         for name, value in stats["warm"].items():
             kind = GaugeMetricFamily if name in _WARM_NOW else CounterMetricFamily
             yield kind(_name(f"warm_{name}", name), _help(name), value)
+        yield from _prefetch(stats["prefetch"])
         errors = CounterMetricFamily("kvfs_read_errors", "Reads that failed", labels=["kind"])
         for kind, count in stats["errors"].items():
             errors.add_metric([kind], count)
         yield errors
+
+
+def _prefetch(stats: Mapping[str, Any]) -> Iterable[Metric]:
+    labels = ["outcome", "reason"]
+    sessions = CounterMetricFamily(
+        "kvfs_prefetched_sessions", "Brought in, and then used or not", labels=labels
+    )
+    size = CounterMetricFamily("kvfs_prefetched_bytes", "What was read for that", labels=labels[:1])
+    for outcome in ("right", "wrong"):
+        for reason, count in stats[outcome].items():
+            sessions.add_metric([outcome, reason], count)
+        size.add_metric([outcome], stats[f"{outcome}_bytes"])
+    return sessions, size
 
 
 def _name(name: str, quantity: str) -> str:

@@ -11,11 +11,12 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvfs.engine.buffer import Kept, Place, cut
 from kvfs.engine.files import Part, Stored
 from kvfs.engine.format import EXTENT_SIZE_MAX, KVMAP_SEGMENT_ALIGN, Extent, round_up
-from kvfs.engine.io import Completion, Executor, Step, wait
+from kvfs.engine.io import Completion, Executor, Step, Urgency, wait
 from kvfs.engine.reader import neighbours
 from kvfs.engine.store import Store
 from kvfs.tiers.warm import Filling, MapSegment, WarmTier
@@ -49,6 +50,15 @@ class _Reading:
 
 
 @dataclass(slots=True)
+class _Underway:
+    """The migration of a file, and the last reads that it began."""
+
+    urgency: Urgency
+    done: Completion[None] = field(default_factory=Completion)
+    reads: deque[Completion[Any]] = field(default_factory=lambda: deque(maxlen=_READS_IN_FLIGHT))
+
+
+@dataclass(slots=True)
 class Migration:
     """All methods are steps of the loop; two migrations of one file wait for each other.
     Above `fill_pct_max` of the warm tier `group` sessions go down at once."""
@@ -58,23 +68,24 @@ class Migration:
     executor: Executor
     fill_pct_max: int = 85
     group: int = 10
-    _migrating: dict[int, Completion[None]] = field(default_factory=dict)
+    _migrating: dict[int, _Underway] = field(default_factory=dict)
     _prefetching: set[int] = field(default_factory=set)
 
     # -- up
 
-    def promote(self, ino: int) -> Step[bool]:
+    def promote(self, ino: int, urgency: Urgency = Urgency.DEMAND) -> Step[bool]:
         """Bring a file, or all files below a directory, into the warm tier. Whether all of
         it is there now. Raises OSError when the device fails, ENOENT."""
         node = yield from self.store.node(ino)
         if not node.is_directory:
-            return (yield from self._alone(ino, self._promote_file(ino)))
+            mine = _Underway(urgency)
+            return (yield from self._alone(ino, mine, self._promote_file(ino, mine)))
         complete = True
         entries = yield from self._entries(ino)
         yield from self._make_ready(ino, entries)
         for entry in entries:
             try:
-                complete &= yield from self.promote(entry)
+                complete &= yield from self.promote(entry, urgency)
             except FileNotFoundError:
                 continue  # it was removed meanwhile
         return complete
@@ -98,13 +109,13 @@ class Migration:
 
     def _prefetch(self, ino: int) -> Step[None]:
         try:
-            yield from self.promote(ino)
+            yield from self.promote(ino, Urgency.BACKGROUND)
         except OSError as failure:
             log.debug("inode %d is not brought in: %s", ino, failure)
         finally:
             self._prefetching.discard(ino)
 
-    def _promote_file(self, ino: int) -> Step[bool]:
+    def _promote_file(self, ino: int, mine: _Underway) -> Step[bool]:
         size = (yield from self.store.node(ino)).inode.size
         parts = yield from self.store.parts(ino, 0, size)
         unit = yield from self.store.units.session_of(ino)
@@ -119,7 +130,8 @@ class Migration:
                 )
                 if filling is None:
                     return False
-                good = self.store.reader.read_into(extents, filling.kept.data)
+                good = self.store.reader.read_into(extents, filling.kept.data, mine.urgency)
+                mine.reads.append(good)
                 reading.append(_Reading(filling, group, good))
                 if len(reading) == _READS_IN_FLIGHT:
                     complete &= yield from self._finish(reading.popleft())
@@ -192,7 +204,8 @@ class Migration:
         try:
             for ino in (yield from self._entries(session)):
                 if not (yield from self.store.node(ino)).is_directory:
-                    yield from self._alone(ino, self._pack_file(ino))
+                    mine = _Underway(Urgency.WRITE_BACK)
+                    yield from self._alone(ino, mine, self._pack_file(ino))
         except OSError as failure:
             # It is in the ring as it is, in more parts.
             log.debug("session %d is not packed: %s", session, failure)
@@ -264,15 +277,23 @@ class Migration:
 
     # -- details
 
-    def _alone(self, ino: int, step: Step[bool]) -> Step[bool]:
+    def _alone(self, ino: int, mine: _Underway, step: Step[bool]) -> Step[bool]:
         while (other := self._migrating.get(ino)) is not None:
-            yield other
-        mine = self._migrating[ino] = Completion()
+            self._hasten(other, mine.urgency)
+            yield other.done
+        self._migrating[ino] = mine
         try:
             return (yield from step)
         finally:
             del self._migrating[ino]
-            mine.finish()
+            mine.done.finish()
+
+    def _hasten(self, other: _Underway, urgency: Urgency) -> None:
+        """Who waits for a guess must not wait for all demand first."""
+        if urgency < other.urgency == Urgency.BACKGROUND:
+            other.urgency = urgency
+            for read in other.reads:
+                self.executor.hasten(read)
 
     def _entries(self, directory: int) -> Step[list[int]]:
         """In the order of their names, as they are read."""

@@ -8,7 +8,6 @@ to since what it holds came into the ring is clean, and is given up whole.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import time
@@ -35,19 +34,14 @@ from kvfs.engine.format import (
 from kvfs.engine.io import Executor, Step
 from kvfs.tiers.kvmap import Kvmap, alignment
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
+from kvfs.tiers.shards import Shards
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SHARDS = 65_536
 _POOL_FILE_MAX = 64 * 1024 * 1024
 _SESSION_SHARE = 8  # of the limit: one part in so many is the most that one file holds
 _SUFFIX = ".kvmap"
-
-
-def shard_of(unit: int, shards: int = SHARDS) -> int:
-    """The directory of a session's warm files."""
-    return int(hashlib.md5(str(unit).encode(), usedforsecurity=False).hexdigest()[:8], 16) % shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +115,16 @@ class _Removal:
 @dataclass(slots=True)
 class WarmTier:
     """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes there.
-    `fill_pct`: above it the least recently used goes."""
+    `fill_pct`: above it the least recently used goes. `on_evicted` is told of which session a
+    part of the memory was given up."""
 
     directory: Path
     limit: int
     executor: Executor
     boot: str = field(default_factory=current_boot)
     counters: WarmCounters = field(default_factory=WarmCounters)
+    shards: Shards = field(default_factory=Shards)
+    on_evicted: Callable[[int], None] = field(default=lambda unit: None)
     _log: OperationLog = field(init=False)
     _uuid: bytes = b""
     _token: bytes = b""
@@ -299,6 +296,7 @@ class WarmTier:
         self._taken -= kvmap.taken
         self.counters.evicted_files += 1
         self.counters.evicted += kvmap.taken
+        self.on_evicted(kvmap.header.unit)
         # To give pages back takes longer than a request may wait.
         self.executor.submit(_Removal(kvmap))
         return kvmap.taken
@@ -478,7 +476,7 @@ class WarmTier:
             self._by_region[id(region)] = kvmap
 
     def _path(self, unit: int, serial: int) -> Path:
-        shard = self.directory / str(shard_of(unit))
+        shard = self.directory / str(self.shards.of(unit))
         path = shard / f"{unit or 'pool'}{_SUFFIX}"
         return path if unit and not path.exists() else path.with_suffix(f".{serial}{_SUFFIX}")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Generic, TypeVar
 
-from kvfs.engine.io import Completion, Step
+from kvfs.engine.io import Completion, Step, Urgency
 from tests.support.devices import RecordingDevice
 
 T = TypeVar("T")
@@ -23,6 +23,7 @@ class _Work:
     call: Callable[[], Any]
     completion: Completion[Any]
     writes_before: int
+    urgency: Urgency
 
 
 @dataclass(slots=True, eq=False)
@@ -49,10 +50,20 @@ class DeferredExecutor:
     _finished: list[Callable[[], None]] = field(default_factory=list)
     _ready: list[Task[Any]] = field(default_factory=list)
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
-        self._asked.append(_Work(work, completion, self.device.writes))
+        self._asked.append(_Work(work, completion, self.device.writes, urgency))
         return completion
+
+    def hasten(self, completion: Completion[Any]) -> None:
+        for work in self._asked:
+            if work.completion is completion:
+                work.urgency = Urgency.DEMAND
+
+    @property
+    def asked_for(self) -> list[Urgency]:
+        """How urgent what has not begun yet is; what happens next is chosen regardless."""
+        return [work.urgency for work in self._asked]
 
     def spawn(self, step: Step[T]) -> Completion[T]:
         """Starts later, as a task of a loop does."""

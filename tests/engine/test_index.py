@@ -11,7 +11,7 @@ import pytest
 from kvfs.engine.btree import Rewrite
 from kvfs.engine.format import DATA_START, Checkpoint, Pointer, Position, inode_key, round_up
 from kvfs.engine.index import Index
-from kvfs.engine.io import Completion, InlineExecutor, Step
+from kvfs.engine.io import Completion, InlineExecutor, Step, Urgency
 from kvfs.engine.metadata import EncodedRecord
 from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.ring import Geometry, Ring
@@ -28,7 +28,7 @@ class SlowExecutor(InlineExecutor):
 
     waiting: list[tuple[Callable[[], object], Completion[object]]] = field(default_factory=list)
 
-    def submit(self, work: Callable[[], T]) -> Completion[T]:
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
         completion: Completion[T] = Completion()
         self.waiting.append((work, completion))  # type: ignore[arg-type]
         return completion

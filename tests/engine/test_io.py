@@ -10,6 +10,8 @@ from random import Random
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvfs.engine import ops
 from kvfs.engine.device import FileDevice, create_image
@@ -19,7 +21,10 @@ from kvfs.engine.io import (
     DeadlineExceeded,
     InlineExecutor,
     Step,
+    Urgency,
+    Work,
     WorkerThreads,
+    WorkQueue,
     run,
     together,
     wait,
@@ -178,6 +183,87 @@ def test_a_long_queue_has_no_room_for_what_can_wait() -> None:
     blocked.set()
     loop.run(wait_all(works))
     assert loop.has_room
+
+
+@given(
+    background_max=st.integers(1, 3),
+    moves=st.lists(
+        st.one_of(st.sampled_from(Urgency), st.sampled_from(["take", "take", "end", "hasten"]))
+    ),
+)
+def test_what_is_next_is_the_most_urgent(background_max: int, moves: list[Urgency | str]) -> None:
+    queued = WorkQueue(background_max)
+    waiting: dict[Urgency, list[Completion[Any]]] = {urgency: [] for urgency in Urgency}
+    running: list[Work] = []
+    passed_over = 0  # turns of demand while write-back waited, since it had one itself
+    for move in moves:
+        if isinstance(move, Urgency):
+            work = Work(move, lambda: None, Completion())
+            queued.put(work)
+            waiting[move].append(work.completion)
+        elif move == "end" and running:
+            queued.ended(running.pop())
+        elif move == "hasten" and waiting[Urgency.BACKGROUND]:
+            hastened = waiting[Urgency.BACKGROUND].pop(len(waiting[Urgency.BACKGROUND]) // 2)
+            queued.hasten(hastened)
+            waiting[Urgency.DEMAND].append(hastened)
+            queued.hasten(Completion())
+        elif move == "take":
+            taken = queued.take()
+            in_background = sum(work.urgency is Urgency.BACKGROUND for work in running)
+            if taken is None:
+                assert not waiting[Urgency.DEMAND] and not waiting[Urgency.WRITE_BACK]
+                assert not waiting[Urgency.BACKGROUND] or in_background == background_max
+                continue
+            first = waiting[taken.urgency].pop(0)
+            assert taken.completion is first, "of one kind the first comes first"
+            running.append(taken)
+            if taken.urgency is Urgency.BACKGROUND:
+                assert not waiting[Urgency.DEMAND] and not waiting[Urgency.WRITE_BACK]
+                assert in_background < background_max
+            elif taken.urgency is Urgency.WRITE_BACK:
+                assert passed_over == 3 or not waiting[Urgency.DEMAND]
+                passed_over = 0
+            elif waiting[Urgency.WRITE_BACK]:
+                passed_over += 1
+                assert passed_over <= 3, "readers keep write-back from its turn"
+        assert queued.urgent == len(waiting[Urgency.DEMAND]) + len(waiting[Urgency.WRITE_BACK])
+
+
+def test_guesses_leave_half_of_the_threads_to_demand() -> None:
+    loop, blocked, running = Loop(threads=4), threading.Event(), threading.Semaphore(0)
+
+    def guess() -> None:
+        running.release()
+        blocked.wait()
+
+    guesses = [loop.submit(guess, Urgency.BACKGROUND) for _ in range(8)]
+    for _ in range(2):
+        running.acquire()
+    assert loop.has_room, "what waits in the background is in nobody's way"
+    assert loop.run(wait(loop.submit(lambda: 5))) == 5
+    assert loop.run(wait(loop.submit(lambda: 6, Urgency.WRITE_BACK))) == 6
+    assert not running.acquire(blocking=False), "more than half of the threads run guesses"
+    blocked.set()
+    loop.run(wait_all(guesses))
+
+
+def test_a_guess_that_somebody_waits_for_goes_at_once() -> None:
+    loop, blocked = Loop(threads=2), threading.Event()
+    guesses = [loop.submit(blocked.wait, Urgency.BACKGROUND) for _ in range(3)]
+    wanted = loop.submit(lambda: 5, Urgency.BACKGROUND)
+    loop.hasten(wanted)
+    assert loop.run(wait(wanted)) == 5
+    blocked.set()
+    loop.run(wait_all(guesses))
+
+
+def test_a_guess_that_fails_gives_its_thread_back() -> None:
+    loop = Loop(threads=1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            loop.run(wait(loop.submit(lambda: 1 // 0, Urgency.BACKGROUND)))
+    assert loop.run(wait(loop.submit(lambda: 5, Urgency.BACKGROUND))) == 5
 
 
 def test_a_store_on_threads_and_an_image_file(tmp_path: Path, tmpfs: Path) -> None:

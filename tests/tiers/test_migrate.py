@@ -15,7 +15,7 @@ from random import Random
 
 import pytest
 
-from kvfs.engine.io import Step
+from kvfs.engine.io import Step, Urgency
 from kvfs.tiers import oplog, warm
 from kvfs.tiers.migrate import Migration
 from tests.engine.audit import audit
@@ -194,3 +194,26 @@ def test_a_group_that_goes_down_is_cold_and_comes_up_again(tmpfs: Path, seed: in
     bench.executor.settle()
     bench.go(bench.store.sync())
     audit(bench.store)
+
+
+def test_who_needs_what_is_brought_in_on_a_guess_does_not_wait_behind_all_demand(
+    tmpfs: Path,
+) -> None:
+    bench = make_deferred(tmpfs, 1, new_device(segments=48))
+    session = Session(bench, Random(1))
+    ino = session.pick()
+    content = bytes(Random(2).randbytes(3 * MIB))
+    bench.go(bench.store.write(ino, 0, content))
+    bench.go(session.migration.demote(ino))
+    bench.executor.settle()
+    guess = bench.begin(session.migration.promote(ino, Urgency.BACKGROUND))
+    while Urgency.BACKGROUND not in bench.executor.asked_for:
+        assert bench.executor.happen()
+    needed = bench.begin(session.migration.map(ino, leased=False))
+    assert Urgency.BACKGROUND not in bench.executor.asked_for
+    while not guess.done:
+        assert bench.executor.happen()
+        assert Urgency.BACKGROUND not in bench.executor.asked_for
+    bench.executor.finish(needed)
+    assert needed.completion.result() is not None
+    assert bytes(bench.go(bench.store.read(ino, 0, 4 * MIB))) == content
