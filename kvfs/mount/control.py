@@ -50,6 +50,7 @@ DEVICE_ID = PREFIX + b"device_id"
 # Reading it brings a file in, and says where to map it.
 MAP = PREFIX + b"map"
 _TIER = PREFIX + b"tier"
+HEAT = PREFIX + b"heat"
 
 CONTROL_NAME = b".kvfs"
 CONTROL_INODE = 2

@@ -33,11 +33,13 @@ from kvfs.tiers.budget import Budget
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.oplog import CHUNK_SIZE, log_at
 from kvfs.tiers.planner import Planner
+from kvfs.tiers.policies import POLICIES
 from kvfs.tiers.predict import PredictOptions, Predictor
 from kvfs.tiers.prefetch import LookAhead
 from kvfs.tiers.profiles import Profile
 from kvfs.tiers.sessions import WarmSessions
 from kvfs.tiers.shards import Shards
+from kvfs.tiers.uses import Uses
 from kvfs.tiers.warm import WarmTier
 
 log = logging.getLogger(__name__)
@@ -76,22 +78,27 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         warm_size = _warm_limit(config, directory)
         config = replace(config, warm_size=warm_size)
         profile = config.profile
-        buffer = WarmTier(directory, warm_size, executor, shards=Shards(profile))
-        store = Store.open(device, str(config.source), executor, buffer, config.store)
+        buffer = WarmTier(
+            directory, warm_size, executor, shards=Shards(profile),
+            policy=POLICIES[profile.policy](),
+        )  # fmt: skip
+        options = replace(config.store, policy=POLICIES[profile.policy]())
+        store = Store.open(device, str(config.source), executor, buffer, options)
         if store.damage:
             log.error("%s", store.damage)
         unrecovered = store.read_only and log_at(buffer.home, buffer.boot) is not None
         look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
         migration = Migration(store, buffer, executor, profile.warm_fill_pct, profile.warm_group)
         planner = _planner(migration, executor, profile)
+        uses = Uses(buffer.policy, buffer.clock)
         mounted = Mounted(store, buffer, planner, config, unrecovered, superblocks.one_is_lost)
         filesystem = Filesystem(
-            store, look_ahead, migration, planner, config.deadline_seconds, mounted
+            store, look_ahead, migration, planner, uses, config.deadline_seconds, mounted
         )
         _mount(filesystem, config)
         try:
             nursery.start_soon(_stop_on_signal)
-            nursery.start_soon(_tick, store, filesystem)
+            nursery.start_soon(_tick, store, filesystem, uses)
             nursery.start_soon(_relieve, migration)
             if not store.read_only:
                 nursery.start_soon(_plan, planner)
@@ -206,9 +213,10 @@ def _set_read_ahead(mountpoint: Path) -> None:
         log.info("read-ahead stays at the kernel's default: %s", failure)
 
 
-async def _tick(store: Store, filesystem: Filesystem) -> None:
+async def _tick(store: Store, filesystem: Filesystem, uses: Uses) -> None:
     while True:
         await trio.sleep(_TICK_SECONDS)
+        uses.settle()
         filesystem.tell_changed_blocks()
         try:
             await drive(store.tick(), None)

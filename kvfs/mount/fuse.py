@@ -41,6 +41,7 @@ from kvfs.mount.loop import drive
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.planner import Planner
 from kvfs.tiers.prefetch import LookAhead, Reader
+from kvfs.tiers.uses import Uses
 
 log = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -102,6 +103,7 @@ class Filesystem(pyfuse3.Operations):
         look_ahead: LookAhead,
         migration: Migration,
         planner: Planner,
+        uses: Uses,
         deadline_seconds: float,
         mounted: control.Mounted,
     ) -> None:
@@ -110,6 +112,7 @@ class Filesystem(pyfuse3.Operations):
         self._look_ahead = look_ahead
         self._migration = migration
         self._planner = planner
+        self._uses = uses
         self._deadline_seconds = deadline_seconds
         self._mounted = mounted
         self._handles: dict[int, _Handle] = {}
@@ -364,7 +367,11 @@ class Filesystem(pyfuse3.Operations):
             if ctx.uid not in (0, os.geteuid()):
                 raise FUSEError(errno.ENODATA)
             leased = self._store.units.opened[inode] > 0
+            self._uses.record(await self._run(self._store.units.session_of(inode)), inode)
             return await self._run(control.read_map(self._migration, inode, leased=leased))
+        if name == control.HEAT:
+            node = await self._run(self._store.node(inode))
+            return b"%.6g" % self._uses.heat(inode, is_session=node.is_directory)
         return await self._run(control.read_xattr(self._store, self._migration, inode, name))
 
     @_handler
@@ -459,6 +466,7 @@ class Filesystem(pyfuse3.Operations):
         return session
 
     def _saw_use(self, handle: _Handle) -> None:
+        self._uses.record(handle.session, handle.ino)
         if handle.session:
             self._planner.saw_use(handle.session, time.monotonic())
 

@@ -196,7 +196,7 @@ class Migration:
         """Call about once a second: above the fill level groups of what nobody used for the
         longest time go down."""
         while self.warm.fill_pct > self.fill_pct_max:
-            group = self.warm.least_used(self.group)
+            group = self.warm.next_to_go(self.group)
             if not group or not (yield from self.demote_group(group)):
                 return
 

@@ -8,6 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kvfs.tiers.policies import DEFAULT_POLICY, POLICIES
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -37,8 +39,8 @@ class Profile:
     goes to warm after `hot_idle_seconds`. Warm: at a fill of
     `warm_fill_pct` percent a group of `warm_group` sessions goes down; a session that is idle
     for `warm_idle_seconds`, and not expected soon, too. Its files lie in `shards` directories
-    by "session" or "device_id". Cold: a checkpoint each `checkpoint_seconds`; sessions unused
-    for `ttl_seconds` may go when the device is filling up.
+    by "session" or "device_id". `policy` says what goes first. Cold: a checkpoint each
+    `checkpoint_seconds`; sessions unused for `ttl_seconds` may go when the device is filling up.
     """
 
     name: str = "default"
@@ -52,6 +54,7 @@ class Profile:
     shards: int = _between(1, 2**24, 65_536)
     shard_by: str = field(default="session", metadata={"choices": ("session", "device_id")})
     checkpoint_seconds: float = _between(1, 24 * _HOUR, 300.0)
+    policy: str = field(default=DEFAULT_POLICY, metadata={"choices": tuple(POLICIES)})
     ttl_seconds: int = _between(_HOUR, 10 * 52 * _WEEK, _WEEK)
 
 

@@ -46,6 +46,10 @@ class SlotTable:
         slots = self._look_up(keys)
         return slots[slots >= 0]
 
+    def all(self) -> Slots:
+        """The slots of all keys."""
+        return np.fromiter(self._slots.values(), np.int64, len(self._slots))
+
     def keys(self, slots: Slots) -> npt.NDArray[np.int64]:
         return self._keys[slots]
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,8 +32,10 @@ from kvfs.engine.format import (
     checksum,
 )
 from kvfs.engine.io import Executor, Step
+from kvfs.engine.policy import Policy
 from kvfs.tiers.kvmap import Kvmap, alignment
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
+from kvfs.tiers.policy import LRU
 from kvfs.tiers.shards import Shards
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ T = TypeVar("T")
 _POOL_FILE_MAX = 64 * 1024 * 1024
 _SESSION_SHARE = 8  # of the limit: one part in so many is the most that one file holds
 _SUFFIX = ".kvmap"
+_NAMED = 64  # victims that are asked for at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,8 @@ class _Removal:
 @dataclass(slots=True)
 class WarmTier:
     """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes there.
-    `fill_pct`: above it the least recently used goes. `on_evicted` is told of which session a
-    part of the memory was given up."""
+    `policy` names the sessions that go first, `clock` gives it seconds. `on_evicted` is told of
+    which session a part of the memory was given up."""
 
     directory: Path
     limit: int
@@ -124,6 +127,8 @@ class WarmTier:
     boot: str = field(default_factory=current_boot)
     counters: WarmCounters = field(default_factory=WarmCounters)
     shards: Shards = field(default_factory=Shards)
+    policy: Policy = field(default_factory=LRU)
+    clock: Callable[[], float] = time.monotonic
     on_evicted: Callable[[int], None] = field(default=lambda unit: None)
     _log: OperationLog = field(init=False)
     _uuid: bytes = b""
@@ -132,6 +137,7 @@ class WarmTier:
     _serial: int = 0
     _taken: int = 0
     _kvmaps: OrderedDict[int, Kvmap] = field(default_factory=OrderedDict)
+    _by_unit: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
     _current: dict[int, Kvmap] = field(default_factory=dict)
     _by_region: dict[int, Kvmap] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
@@ -251,8 +257,9 @@ class WarmTier:
         be taken. Whether they may."""
         if self._has_room(size):
             return True
-        for kvmap in list(self._kvmaps.values()):
-            if self._may_go(kvmap):
+        named = chain.from_iterable(map(self._of_unit, self._victims(_NAMED)))
+        for kvmap in chain(named, list(self._kvmaps.values())):
+            if kvmap.header.serial in self._kvmaps and self._may_go(kvmap):
                 self._evict(kvmap)
                 if self._has_room(size):
                     return True
@@ -263,19 +270,25 @@ class WarmTier:
         """How much of the limit is taken."""
         return 100 * (self._taken + self._log.taken) / self.limit
 
-    def least_used(self, count: int) -> list[int]:
-        """So many sessions of those that nobody used for the longest time; 0 stands for all
-        pools."""
-        units = dict.fromkeys(
-            kvmap.header.unit for kvmap in self._kvmaps.values() if not kvmap.users
-        )
+    def next_to_go(self, count: int) -> list[int]:
+        """So many sessions as the policy names them; 0 stands for all pools."""
+        units = (unit for unit in self._victims(len(self.policy)) if self._is_idle(unit))
         return list(islice(units, count))
+
+    def _victims(self, count: int) -> list[int]:
+        victims: list[int] = self.policy.victims(count, self.clock()).tolist()
+        return victims
+
+    def _of_unit(self, unit: int) -> list[Kvmap]:
+        return list(self._by_unit.get(unit, {}).values())
+
+    def _is_idle(self, unit: int) -> bool:
+        return not any(kvmap.users for kvmap in self._of_unit(unit))
 
     def evict_unit(self, unit: int) -> int:
         """Give up the memory of a session, as far as it is in the ring and nobody has it
         mapped. Returns the bytes."""
-        kvmaps = [kvmap for kvmap in self._kvmaps.values() if kvmap.header.unit == unit]
-        return sum(self._evict(kvmap) for kvmap in kvmaps if self._may_go(kvmap))
+        return sum(self._evict(kvmap) for kvmap in self._of_unit(unit) if self._may_go(kvmap))
 
     def evict_extents(self, extents: Iterable[Extent]) -> int:
         """The same for the files of memory that hold any of these."""
@@ -293,6 +306,11 @@ class WarmTier:
                 del self._held[extent_id]
         for region in kvmap.regions:
             del self._by_region[id(region)]
+        of_unit = self._by_unit[kvmap.header.unit]
+        del of_unit[kvmap.header.serial]
+        if not of_unit:
+            del self._by_unit[kvmap.header.unit]
+            self.policy.remove([kvmap.header.unit])
         self._taken -= kvmap.taken
         self.counters.evicted_files += 1
         self.counters.evicted += kvmap.taken
@@ -470,7 +488,10 @@ class WarmTier:
         return kvmap
 
     def _add(self, kvmap: Kvmap) -> None:
+        unit = kvmap.header.unit
         self._kvmaps[kvmap.header.serial] = kvmap
+        self._by_unit.setdefault(unit, {})[kvmap.header.serial] = kvmap
+        self.policy.touch([unit], self.clock())
         self._taken += kvmap.taken
         for region in kvmap.regions:
             self._by_region[id(region)] = kvmap

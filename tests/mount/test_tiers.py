@@ -108,7 +108,13 @@ def test_a_file_of_any_size_and_codec_comes_up_whole(kv_mount: Path, size: int, 
     assert read_past_the_page_cache(layer) == content("agent", 0, size)
 
 
-def test_a_file_of_many_small_appends_goes_down_packed(kv_mount: Path) -> None:
+def test_a_file_of_many_small_appends_goes_down_packed(
+    make_mounter: MounterMaker, tmp_path: Path
+) -> None:
+    (tmp_path / "lru.toml").write_text('policy = "lru"\n')
+    mounter = make_mounter("512M")
+    mounter.mount("--warm", "96M", "--profile", str(tmp_path / "lru.toml"))
+    kv_mount = mounter.mountpoint
     session = kv_mount / "agent"
     session.mkdir()
     expected = b""
@@ -171,6 +177,18 @@ def test_what_is_removed_gives_its_memory_back(kv_mount: Path) -> None:
     os.fsync(fd)
     os.close(fd)
     wait_until(lambda: taken() < before + 9 * MIB)  # the operation log has a chunk
+
+
+def test_what_is_used_more_is_hotter(kv_mount: Path) -> None:
+    def heat(path: Path) -> float:
+        return float(os.getxattr(path, "user.kvfs.heat"))
+
+    busy, idle = make_session(kv_mount, "busy"), make_session(kv_mount, "idle")
+    for _ in range(10):
+        read_past_the_page_cache(busy / "layer.001")
+    assert heat(busy) > 2 * heat(idle) > 0
+    assert heat(busy / "layer.001") > 2 * heat(busy / "layer.002")
+    assert heat(kv_mount) == 0.0
 
 
 # -- after a kill

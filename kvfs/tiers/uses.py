@@ -1,0 +1,75 @@
+"""What is read and written: told to the policy that names victims, and kept as heat.
+
+A request only adds to a list; the rest is done for many at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvfs.engine.policy import Policy
+from kvfs.tiers.heat import HeatMap
+from kvfs.tiers.slots import SlotTable
+
+_RECENT_MAX = 4096
+_KEPT_MAX = 200_000
+
+
+@dataclass(slots=True)
+class _Heat:
+    """The heat of what was used lately, by key."""
+
+    map: HeatMap = field(default_factory=HeatMap)
+    slots: SlotTable = field(default_factory=SlotTable)
+
+    def access(self, keys: list[int]) -> None:
+        # A key that is new and comes twice must get one slot.
+        self.slots.take(list(dict.fromkeys(keys)))
+        self.map.access(self.slots.take(keys))
+        if len(self.slots) > _KEPT_MAX:
+            self._forget_half()
+
+    def of(self, key: int) -> float:
+        slots = self.slots.find([key])
+        return float(self.map.heat(slots)[0]) if slots.size else 0.0
+
+    def _forget_half(self) -> None:
+        known = self.slots.all()
+        cold = known[np.argsort(self.map.heat(known))[: known.size // 2]]
+        self.map.forget(cold)
+        self.slots.give_back(cold)
+
+
+@dataclass(slots=True)
+class Uses:
+    """Of files and of the sessions that they are in (0: none). `clock` gives seconds."""
+
+    policy: Policy
+    clock: Callable[[], float]
+    _files: _Heat = field(default_factory=_Heat)
+    _sessions: _Heat = field(default_factory=_Heat)
+    _recent: list[tuple[int, int]] = field(default_factory=list)
+
+    def record(self, session: int, ino: int) -> None:
+        """One read or write of a file reached us."""
+        self._recent.append((session, ino))
+        if len(self._recent) >= _RECENT_MAX:
+            self.settle()
+
+    def settle(self) -> None:
+        """What was recorded counts. Called about once a second, and before anybody asks."""
+        if not self._recent:
+            return
+        recent, self._recent = self._recent, []
+        self._files.access([ino for _, ino in recent])
+        self._sessions.access([session for session, _ in recent])
+        self.policy.touch(list(dict.fromkeys(session for session, _ in recent)), self.clock())
+
+    def heat(self, key: int, *, is_session: bool) -> float:
+        """H of a file or of a session: the sum of 1 / (now + 1 - tick) over its last uses, a
+        tick for each use of any (heat.py)."""
+        self.settle()
+        return (self._sessions if is_session else self._files).of(key)
