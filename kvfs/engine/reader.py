@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
 from kvfs.engine.format import BLOCK, EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
 from kvfs.engine.io import Completion, Executor, Urgency
+from kvfs.engine.latency import Latencies
 from kvfs.engine.ring import Ring
 
 log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ class Chunk:
     users: int = 0
     evicted: bool = False
     given_back: bool = False
+    started: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -71,6 +74,7 @@ class ExtentReader:
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._by_extent: dict[int, Chunk] = {}
         self.errors = ReadErrors()
+        self.latencies = Latencies()
         self.asked_for = 0
 
     @property
@@ -180,6 +184,7 @@ class ExtentReader:
 
     def _finished(self, chunk: Chunk, scratch: memoryview | None) -> None:
         self._ring.unpin(chunk.extents[0].address)
+        self.latencies.saw(time.monotonic() - chunk.started)
         if scratch is not None:
             self._give(scratch)
         self.errors.checksum += len(chunk.bad)

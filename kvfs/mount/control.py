@@ -22,7 +22,6 @@ from kvfs.mount.config import MountConfig
 from kvfs.mount.metrics import metrics
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.planner import Outcomes, Planner
-from kvfs.tiers.warm import WarmTier
 
 PREFIX = b"user.kvfs."
 _XATTR_MAX = 64 * 1024 - 1
@@ -173,7 +172,7 @@ class Mounted:
     two could not be read at the mount."""
 
     store: Store
-    warm: WarmTier
+    migration: Migration
     planner: Planner
     config: MountConfig
     unrecovered: bool
@@ -189,7 +188,7 @@ class ControlFile:
 
 
 def _stats(mounted: Mounted) -> dict[str, Any]:
-    store = mounted.store
+    store, warm = mounted.store, mounted.migration.warm
     superblock = store.superblock
     return {
         "pid": os.getpid(),
@@ -209,8 +208,13 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "unsaved": store.unsaved,
         "counters": asdict(store.counters),
         "errors": asdict(store.reader.errors),
-        "warm": asdict(mounted.warm.usage()) | asdict(mounted.warm.counters),
+        "warm": asdict(warm.usage()) | asdict(warm.counters),
         "prefetch": _prefetch(mounted.planner.outcomes),
+        "hot_hit_rate": mounted.planner.hot_hit_rate,
+        "latency": {
+            "warm_evict": asdict(mounted.migration.latencies),
+            "cold_read": asdict(store.reader.latencies),
+        },
     }
 
 

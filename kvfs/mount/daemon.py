@@ -91,7 +91,7 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
         migration = Migration(store, buffer, executor, profile.warm_fill_pct, profile.warm_group)
         planner = _planner(migration, executor, profile)
         uses = Uses(buffer.policy, buffer.clock)
-        mounted = Mounted(store, buffer, planner, config, unrecovered, superblocks.one_is_lost)
+        mounted = Mounted(store, migration, planner, config, unrecovered, superblocks.one_is_lost)
         filesystem = Filesystem(
             store, look_ahead, migration, planner, uses, config.deadline_seconds, mounted
         )

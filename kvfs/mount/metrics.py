@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+
+from kvfs.engine.latency import BOUNDS, Latencies
 
 _BYTES = {
     "total", "free", "available", "live", "segment_size", "unsaved", "payload_written",
@@ -82,10 +90,32 @@ class _Stats(Collector):
             kind = GaugeMetricFamily if name in _WARM_NOW else CounterMetricFamily
             yield kind(_name(f"warm_{name}", name), _help(name), value)
         yield from _prefetch(stats["prefetch"])
+        yield from _latencies(stats)
         errors = CounterMetricFamily("kvfs_read_errors", "Reads that failed", labels=["kind"])
         for kind, count in stats["errors"].items():
             errors.add_metric([kind], count)
         yield errors
+
+
+def _latencies(stats: Mapping[str, Any]) -> Iterable[Metric]:
+    """Under the names that operators of agents know, and as histograms."""
+    if stats["hot_hit_rate"] is not None:
+        text = "Share of blocks that agents found on the accelerator, as far as they tell"
+        yield GaugeMetricFamily("kv_hot_hit_rate", text, stats["hot_hit_rate"])
+    evict = Latencies(**stats["latency"]["warm_evict"])
+    cold = Latencies(**stats["latency"]["cold_read"])
+    text = "For a group of sessions to go down to the ring: the 99th percentile"
+    yield GaugeMetricFamily("kv_warm_evict_latency_ms", text, 1000 * evict.quantile(0.99))
+    text = "A read of the device, until it is checked and decoded: the 99th percentile"
+    yield GaugeMetricFamily("kv_cold_read_p99_ms", text, 1000 * cold.quantile(0.99))
+    yield _histogram("kvfs_warm_evict_seconds", "A group of sessions going down", evict)
+    yield _histogram("kvfs_cold_read_seconds", "Reads of the device", cold)
+
+
+def _histogram(name: str, text: str, latencies: Latencies) -> Metric:
+    bounds = [*(f"{bound:.6g}" for bound in BOUNDS), "+Inf"]
+    buckets = list(zip(bounds, accumulate(latencies.counts), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=latencies.total)
 
 
 def _prefetch(stats: Mapping[str, Any]) -> Iterable[Metric]:

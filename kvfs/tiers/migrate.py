@@ -8,6 +8,7 @@ once the bytes are there: old or new, never a mixture.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from kvfs.engine.buffer import Kept, Place, cut
 from kvfs.engine.files import Part, Stored
 from kvfs.engine.format import EXTENT_SIZE_MAX, KVMAP_SEGMENT_ALIGN, Extent, round_up
 from kvfs.engine.io import Completion, Executor, Step, Urgency, wait
+from kvfs.engine.latency import Latencies
 from kvfs.engine.reader import neighbours
 from kvfs.engine.store import Store
 from kvfs.tiers.warm import Filling, MapSegment, WarmTier
@@ -61,13 +63,15 @@ class _Underway:
 @dataclass(slots=True)
 class Migration:
     """All methods are steps of the loop; two migrations of one file wait for each other.
-    Above `fill_pct_max` of the warm tier `group` sessions go down at once."""
+    Above `fill_pct_max` of the warm tier `group` sessions go down at once; `latencies` is how
+    long a group took."""
 
     store: Store
     warm: WarmTier
     executor: Executor
     fill_pct_max: int = 85
     group: int = 10
+    latencies: Latencies = field(default_factory=Latencies)
     _migrating: dict[int, _Underway] = field(default_factory=dict)
     _prefetching: set[int] = field(default_factory=set)
 
@@ -186,11 +190,15 @@ class Migration:
     def demote_group(self, sessions: list[int]) -> Step[int]:
         """Several at once: what grew by many small appends is written anew in one stream,
         then all of it is given up. Returns the bytes."""
+        started = time.monotonic()
         for session in sessions:
             if session:
                 yield from self._pack(session)
         yield from self.store.write_back()
-        return sum(self.warm.evict_unit(session) for session in sessions)
+        freed = sum(self.warm.evict_unit(session) for session in sessions)
+        if freed:
+            self.latencies.saw(time.monotonic() - started)
+        return freed
 
     def relieve(self) -> Step[None]:
         """Call about once a second: above the fill level groups of what nobody used for the

@@ -89,6 +89,7 @@ class Planner:
         self._clock = clock
         self._tried: LRUCache[int, float] = LRUCache(_TRIED_MAX)
         self._brought: LRUCache[int, _Brought] = LRUCache(_TRIED_MAX)
+        self._hot: LRUCache[int, hints.HotStats] = LRUCache(_TRIED_MAX)
         self._idle: dict[int, None] = {}
         self._is_demoting = False
 
@@ -110,11 +111,22 @@ class Planner:
 
     def hint(self, session: int, value: bytes, now: float, size: int) -> None:
         """Of a session of `size` bytes. Raises ValueError for what is no hint."""
-        self._predictor.hint(session, hints.parse(value), now, size)
+        hint = hints.parse(value)
+        if isinstance(hint, hints.HotStats):
+            self._hot[session] = hint
+        self._predictor.hint(session, hint, now, size)
         self._bring_in(now)
+
+    @property
+    def hot_hit_rate(self) -> float | None:
+        """What share of blocks agents found on the accelerator, of those that told of it."""
+        hits = sum(hot.hits for hot in self._hot.values())
+        asked = hits + sum(hot.misses for hot in self._hot.values())
+        return hits / asked if asked else None
 
     def removed(self, session: int) -> None:
         self._predictor.forget(session)
+        self._hot.pop(session, None)
         self._brought.pop(session, None)
         self._idle.pop(session, None)
 

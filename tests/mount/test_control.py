@@ -132,7 +132,7 @@ def test_every_metric_has_a_type_and_help(control: Path) -> None:
     families = list(text_string_to_metric_families((control / "metrics").read_text()))
     assert len(families) > 15
     for family in families:
-        assert family.name.startswith("kvfs_")
+        assert family.name.startswith(("kvfs_", "kv_"))
         assert family.type in ("gauge", "counter")
         assert family.documentation
 
