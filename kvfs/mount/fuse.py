@@ -449,11 +449,19 @@ class Filesystem(pyfuse3.Operations):
         return FileInfo(fh=self._add_handle(handle), direct_io=False, keep_cache=True)
 
     def _session_opened(self, handle: _Handle) -> Step[int]:
-        """The session of a file that is being opened; who is to know of it is told."""
-        store = self._store
-        session = yield from store.units.session_of(handle.ino)
-        if not session:
+        """The session of a file that is being opened, 0 where that cannot be told; who is to
+        know of it is told."""
+        try:
+            session = yield from self._store.units.session_of(handle.ino)
+            if session:
+                yield from self._tell_of_open(handle, session)
+        except OSError as failure:
+            log.debug("the session of inode %d: %s", handle.ino, failure)
             return 0
+        return session
+
+    def _tell_of_open(self, handle: _Handle, session: int) -> Step[None]:
+        store = self._store
         shards = self._migration.warm.shards
         if shards.wants(session):
             name = (yield from store.node(session)).inode.name
@@ -463,7 +471,6 @@ class Filesystem(pyfuse3.Operations):
         if handle.reader is not None and size >= _LAYER_MIN:
             stored = (yield from store.units.unit(session)).stored
             self._planner.saw_open(session, time.monotonic(), stored)
-        return session
 
     def _saw_use(self, handle: _Handle) -> None:
         self._uses.record(handle.session, handle.ino)
