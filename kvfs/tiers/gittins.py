@@ -21,8 +21,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvfs.engine.policy import Hint
-from kvfs.tiers.ranked import RankedPolicy, Values, grown, lowest
+from kvfs.engine.policy import Hint, Keys
+from kvfs.tiers.ranked import RankedPolicy, Values, grown
 from kvfs.tiers.slots import Slots
 
 Classes = npt.NDArray[np.int32]
@@ -57,38 +57,36 @@ _MEMORY_USES = 50e6
 
 
 class GittinsPolicy(RankedPolicy):
-    """`history` limits how many keys are remembered that are no longer held, at about 150 bytes
-    each."""
+    """What a key yields is learnt from the uses of all that look like it."""
 
     def __init__(self, history: int = 1 << 20) -> None:
-        super().__init__()
-        self._history = history
-        self._used_s = np.zeros(0)
+        super().__init__(history)
         self._gap_s = np.zeros(0, np.float32)
         self._uses = np.zeros(0, np.int32)
         self._class = np.zeros(0, np.int32)
         self._reused = np.zeros((_CLASSES, _BINS))
         self._given_up = np.zeros((_CLASSES, _BINS))  # those forgotten at that age
         self._index = np.ones((_CLASSES, _BINS))
-        self._until_learning = 1
-        self._learnt = 0
+        self._until_lesson = self._lesson = 1  # in uses
 
     def _grown(self, size: int) -> None:
-        for name in ("_used_s", "_gap_s", "_uses", "_class"):
-            setattr(self, name, grown(getattr(self, name), size))
+        super()._grown(size)
+        self._gap_s = grown(self._gap_s, size)
+        self._uses = grown(self._uses, size)
+        self._class = grown(self._class, size)
 
-    def _used(self, slots: Slots, now_s: float) -> None:
-        known = slots[self._uses[slots] > 0]
-        np.add.at(self._reused, self._cells(known, now_s), 1)
-        self._gap_s[known] = now_s - self._used_s[known]
+    def touch(self, keys: Keys, now_s: float) -> None:
+        super().touch(keys, now_s)
+        self._until_lesson -= len(keys)
+        if self._until_lesson <= 0:
+            self._learn()
+
+    def _used(self, slots: Slots) -> None:
+        known = slots[self._is_known[slots]]
+        np.add.at(self._reused, self._cells(known, self._now_s), 1)
+        self._gap_s[known] = self._now_s - self._used_s[known]
         self._uses[slots] += 1
-        self._used_s[slots] = now_s
         self._class[slots] = self._classify(slots)
-        if len(self._slots) - self._held > self._history:
-            self._limit_history(now_s)
-        self._until_learning -= slots.size
-        if self._until_learning <= 0:
-            self._learn(now_s)
 
     def _classify(self, slots: Slots) -> Classes:
         uses = np.minimum(self._uses[slots], _USES) - 1
@@ -110,37 +108,28 @@ class GittinsPolicy(RankedPolicy):
         """The classes and the bins of age."""
         return self._class[slots], _bins(now_s - self._used_s[slots])
 
-    def _count(self, slots: Slots, now_s: float) -> Counts:
-        cells = np.ravel_multi_index(self._cells(slots, now_s), (_CLASSES, _BINS))
-        counts = np.bincount(cells, minlength=_CLASSES * _BINS)
-        return counts.reshape(_CLASSES, _BINS).astype(np.float64)
-
     def _forgotten(self, slots: Slots) -> None:
+        self._given_up += self._count(slots)
         self._uses[slots] = 0
         self._gap_s[slots] = 0
 
     # -- learning
 
-    def _learn(self, now_s: float) -> None:
-        kept = np.exp(-self._learnt / _MEMORY_USES)
+    def _learn(self) -> None:
+        kept = np.exp(-self._lesson / _MEMORY_USES)
         self._reused *= kept
         self._given_up *= kept
-        waiting = self._given_up + self._count(np.flatnonzero(self._uses), now_s)
+        waiting = self._given_up + self._count(np.flatnonzero(self._is_known))
         index = _learnt_index(self._reused.reshape(_BY_HINT), waiting.reshape(_BY_HINT))
         self._index = index.reshape(_CLASSES, _BINS)
-        self._until_learning = self._learnt = self._next_lesson()
+        # Soon at first, then after a share of what is known was used.
+        rare = max(_LEARN_MIN, len(self._slots) // _LEARN_SHARE)
+        self._until_lesson = self._lesson = min(2 * self._lesson, rare)
 
-    def _next_lesson(self) -> int:
-        """So many uses from now: soon at first, then for a share of what is known."""
-        return int(np.clip(self._learnt * 2, 1, max(_LEARN_MIN, len(self._slots) // _LEARN_SHARE)))
-
-    def _limit_history(self, now_s: float) -> None:
-        """The oldest go, more than must: this looks at all."""
-        gone = np.flatnonzero((self._uses > 0) & ~self._is_held)
-        gone = gone[lowest(self._used_s[gone], gone.size - self._history * 7 // 8)]
-        self._given_up += self._count(gone, now_s)
-        self._forgotten(gone)
-        self._slots.give_back(gone)
+    def _count(self, slots: Slots) -> Counts:
+        cells = np.ravel_multi_index(self._cells(slots, self._now_s), (_CLASSES, _BINS))
+        counts = np.bincount(cells, minlength=_CLASSES * _BINS)
+        return counts.reshape(_CLASSES, _BINS).astype(np.float64)
 
 
 def _learnt_index(reused: Counts, waiting: Counts) -> Counts:

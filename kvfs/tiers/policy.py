@@ -126,23 +126,20 @@ class S3FIFO:
 
 
 class HeatPolicy(RankedPolicy):
-    """The coldest by the heat map go first. What goes is forgotten."""
+    """The coldest by the heat map go first."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, history: int = 1 << 20) -> None:
+        super().__init__(history)
         self._heat = HeatMap()
+
+    def _used(self, slots: Slots) -> None:
+        self._heat.access(slots)
 
     def _hinted(self, slots: Slots, hint: Hint) -> None:
         """Nothing is made of it."""
 
-    def _used(self, slots: Slots, now_s: float) -> None:
-        self._heat.access(slots)
-
     def _worth(self, slots: Slots, now_s: float) -> Values:
         return self._heat.heat(slots)
-
-    def _grown(self, size: int) -> None:
-        self._heat.reserve(size)
 
     def _forgotten(self, slots: Slots) -> None:
         self._heat.forget(slots)

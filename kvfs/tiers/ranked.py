@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from kvfs.engine.policy import Hint, Keys, Victims
 from kvfs.tiers.slots import Slots, SlotTable
 
 Values = npt.NDArray[np.floating]
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 # Of what is held one part in so many is a candidate. Candidates are chosen anew when one part in
 # so many of them went, or when twice as many have gathered.
@@ -21,10 +23,18 @@ _POOL_MIN = 64
 
 class RankedPolicy(ABC):
     """Not all values are computed at each eviction: those of the candidates are. These had the
-    lowest when all were looked at, or came since, or were hinted at since."""
+    lowest when all were looked at, or came since, or were hinted at since.
 
-    def __init__(self) -> None:
+    `history` limits how many keys are remembered that are no longer held, at about 150 bytes
+    each.
+    """
+
+    def __init__(self, history: int = 1 << 20) -> None:
+        self._history = history
         self._slots = SlotTable()
+        self._is_known = np.zeros(0, bool)
+        self._used_s = np.zeros(0)
+        self._now_s = 0.0
         self._is_held = np.zeros(0, bool)
         self._held = 0
         self._pool: Slots = np.zeros(0, np.int64)
@@ -33,7 +43,8 @@ class RankedPolicy(ABC):
         self._pool_max = 0
 
     @abstractmethod
-    def _used(self, slots: Slots, now_s: float) -> None: ...
+    def _used(self, slots: Slots) -> None:
+        """At `_now_s`; `_is_known` and `_used_s` tell of the uses before."""
 
     @abstractmethod
     def _hinted(self, slots: Slots, hint: Hint) -> None: ...
@@ -42,27 +53,38 @@ class RankedPolicy(ABC):
     def _worth(self, slots: Slots, now_s: float) -> Values: ...
 
     @abstractmethod
+    def _forgotten(self, slots: Slots) -> None:
+        """They may become slots of other keys."""
+
     def _grown(self, size: int) -> None:
         """Slots below `size` are used from now on."""
-
-    @abstractmethod
-    def _forgotten(self, slots: Slots) -> None: ...
+        self._is_known = grown(self._is_known, size)
+        self._used_s = grown(self._used_s, size)
+        self._is_held = grown(self._is_held, size)
+        self._is_pooled = grown(self._is_pooled, size)
 
     def __len__(self) -> int:
         return self._held
 
     def touch(self, keys: Keys, now_s: float) -> None:
         slots = self._slots.take(keys)
-        size = self._slots.size
-        if size > len(self._is_held):
-            self._is_held = grown(self._is_held, size)
-            self._is_pooled = grown(self._is_pooled, size)
-            self._grown(size)
+        if self._slots.size > len(self._is_known):
+            self._grown(self._slots.size)
+        self._now_s = now_s
+        self._used(slots)
+        self._is_known[slots] = True
+        self._used_s[slots] = now_s
         came = slots[~self._is_held[slots]]
         self._is_held[came] = True
         self._held += came.size
         self._nominate(came)
-        self._used(slots, now_s)
+        if len(self._slots) - self._held > self._history:
+            self._limit_history()
+
+    def _limit_history(self) -> None:
+        """The oldest go, more than must: this looks at all."""
+        gone = np.flatnonzero(self._is_known & ~self._is_held)
+        self._forget(gone[lowest(self._used_s[gone], gone.size - self._history * 7 // 8)])
 
     def hint(self, keys: Keys, hint: Hint) -> None:
         slots = self._slots.find(keys)
@@ -100,8 +122,11 @@ class RankedPolicy(ABC):
 
     def forget(self, keys: Keys) -> None:
         self.remove(keys)
-        slots = self._slots.find(keys)
+        self._forget(self._slots.find(keys))
+
+    def _forget(self, slots: Slots) -> None:
         self._forgotten(slots)
+        self._is_known[slots] = False
         self._slots.give_back(slots)
 
 
@@ -115,7 +140,7 @@ def lowest(values: Values, count: int) -> Slots:
     return places[np.argsort(values[places], kind="stable")][:count]
 
 
-def grown(array: npt.NDArray[np.generic], size: int) -> npt.NDArray[np.generic]:
+def grown(array: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:
     """With zeros behind, up to `size` entries."""
     wider = np.zeros((size, *array.shape[1:]), array.dtype)
     wider[: len(array)] = array

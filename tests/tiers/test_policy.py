@@ -302,8 +302,11 @@ def test_hints_help_and_what_they_mean_is_learnt() -> None:
     assert misnamed == pytest.approx(told, abs=0.01)
 
 
-def test_the_history_of_the_default_is_bounded() -> None:
-    policy = GittinsPolicy(history=100)
+@pytest.mark.parametrize("make", [HeatPolicy, GittinsPolicy])
+def test_what_is_remembered_of_keys_that_went_is_bounded(
+    make: type[HeatPolicy] | type[GittinsPolicy],
+) -> None:
+    policy = make(history=100)
     for number in range(0, 5000, 5):
         policy.touch(range(number, number + 5), number)
         policy.remove(policy.victims(max(len(policy) - 10, 0), number))
