@@ -13,7 +13,7 @@ from mount_tools.common import CommandError, format_size, parse_path, print_json
 from mount_tools.mountpoints import may_enter
 from mount_tools.sessions import Session, find_sessions, locate, ratio
 
-_COLUMNS = ("session", "tokens", "layers", "size", "stored", "ratio", "last use", "model")
+_COLUMNS = ("session", "tokens", "layers", "size", "stored", "ratio", "tier", "last use", "model")
 _NUMERIC = ("tokens", "layers", "size", "stored", "ratio")
 
 
@@ -29,7 +29,7 @@ def ls(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the sessions: tokens, size, what they take on the device, last use, model.
+    """List the sessions: tokens, size, what they take on the device, where they are, model.
 
     \b
     Examples:
@@ -75,6 +75,7 @@ def _row(session: Session) -> list[str]:
         format_size(session.size),
         format_size(session.stored),
         "-" if shrunk is None else f"{shrunk:.2f}",
+        session.tier or "-",
         time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(session.last_use)),
         session.model or "-",
     ]

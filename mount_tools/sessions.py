@@ -33,7 +33,8 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A directory with a KV cache. `tokens` and `model` are None where nothing says so."""
+    """A directory with a KV cache. `tokens` and `model` are None where nothing says so; `tier`
+    is warm, cold or mixed."""
 
     path: Path
     name: str
@@ -43,6 +44,7 @@ class Session:
     stored: int
     last_use: float
     model: str | None
+    tier: str | None
     files: list[File]
 
     def as_json(self) -> dict[str, Any]:
@@ -93,7 +95,7 @@ def read_session(directory: Path, name: str) -> Session | None:
         if not _is_session(fd):
             return None
         files = sorted(_files_in(fd), key=lambda file: file.name)
-        model = read_xattr(fd, "model")
+        model, tier = read_xattr(fd, "model"), read_xattr(fd, "tier")
     by_name = {file.name: file for file in files}
     return Session(
         path=directory,
@@ -104,6 +106,7 @@ def read_session(directory: Path, name: str) -> Session | None:
         stored=sum(file.stored for file in files),
         last_use=max((file.last_use for file in files), default=0),
         model=model,
+        tier=tier,
         files=files,
     )
 

@@ -44,6 +44,15 @@ _BYTE_COUNTS = {
     "unsaved",
     "payload_written",
     "device_written",
+    "limit",
+    "taken",
+    "leased",
+    "hit_bytes",
+    "evicted",
+    "promoted",
+    "taken_over",
+    "right_bytes",
+    "wrong_bytes",
 }
 _EXTENT_COLUMNS = ("offset", "length", "stored", "codec", "address")
 
@@ -147,6 +156,7 @@ def _session_facts(
             if name in fingerprint:
                 yield f"model's {name}", str(fingerprint[name])
     yield from _size_facts(session.size, session.stored)
+    yield "tier", session.tier or "-"
     yield "last use", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(session.last_use))
 
 
@@ -161,6 +171,7 @@ class LayerFile:
     size: int
     stored: int
     codec: str | None
+    tier: str | None
     codecs: dict[str, int]
     dtype: str | None
     shape: list[int] | None
@@ -195,6 +206,7 @@ def _read_file(path: Path) -> LayerFile:
         size=status.st_size,
         stored=stored_bytes(status),
         codec=read_xattr(path, "codec"),
+        tier=read_xattr(path, "tier"),
         codecs=dict(Counter(extent["codec"] for extent in extents)),
         dtype=dtype,
         shape=shape,
@@ -207,6 +219,7 @@ def _read_file(path: Path) -> LayerFile:
 def _file_facts(layer: LayerFile) -> Iterator[tuple[str, str]]:
     yield "file", str(layer.path)
     yield from _size_facts(layer.size, layer.stored)
+    yield "tier", layer.tier or "-"
     if layer.codec is not None:
         yield "codec set", layer.codec
     if layer.codecs:

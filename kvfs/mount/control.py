@@ -16,6 +16,7 @@ from kvfs.engine.codec import ITEM_SIZES, Codec, elements
 from kvfs.engine.files import Stored
 from kvfs.engine.format import FIRST_FREE_ID, ROOT_INODE, Inode
 from kvfs.engine.io import Step
+from kvfs.engine.latency import Latencies
 from kvfs.engine.nodes import error
 from kvfs.engine.store import Store
 from kvfs.mount.config import MountConfig
@@ -212,9 +213,21 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "prefetch": _prefetch(mounted.planner.outcomes),
         "hot_hit_rate": mounted.planner.hot_hit_rate,
         "latency": {
-            "warm_evict": asdict(mounted.migration.latencies),
-            "cold_read": asdict(store.reader.latencies),
+            name: {
+                "count": sum(latencies.counts),
+                "p50_ms": round(1000 * latencies.quantile(0.5), 3),
+                "p99_ms": round(1000 * latencies.quantile(0.99), 3),
+            }
+            for name, latencies in _latencies(mounted).items()
         },
+    }
+
+
+def _latencies(mounted: Mounted) -> dict[str, Latencies]:
+    """Of reads of the device, and of groups of sessions going down."""
+    return {
+        "cold_read": mounted.store.reader.latencies,
+        "warm_evict": mounted.migration.latencies,
     }
 
 
@@ -233,7 +246,7 @@ def _stats_json(mounted: Mounted, _uid: int) -> Step[bytes]:
 
 
 def _metrics(mounted: Mounted, _uid: int) -> Step[bytes]:
-    return metrics(_stats(mounted))
+    return metrics(_stats(mounted), _latencies(mounted))
     yield
 
 

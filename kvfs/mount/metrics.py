@@ -65,16 +65,17 @@ _HELP = {
 }
 
 
-def metrics(stats: Mapping[str, Any]) -> bytes:
+def metrics(stats: Mapping[str, Any], latencies: Mapping[str, Latencies]) -> bytes:
     """`stats` is the document of stats.json."""
     registry = CollectorRegistry()
-    registry.register(_Stats(stats))
+    registry.register(_Stats(stats, latencies))
     return generate_latest(registry)
 
 
 class _Stats(Collector):
-    def __init__(self, stats: Mapping[str, Any]) -> None:
+    def __init__(self, stats: Mapping[str, Any], latencies: Mapping[str, Latencies]) -> None:
         self._stats = stats
+        self._latencies = latencies
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats
@@ -90,20 +91,21 @@ class _Stats(Collector):
             kind = GaugeMetricFamily if name in _WARM_NOW else CounterMetricFamily
             yield kind(_name(f"warm_{name}", name), _help(name), value)
         yield from _prefetch(stats["prefetch"])
-        yield from _latencies(stats)
+        yield from _known_by_name(stats["hot_hit_rate"], self._latencies)
         errors = CounterMetricFamily("kvfs_read_errors", "Reads that failed", labels=["kind"])
         for kind, count in stats["errors"].items():
             errors.add_metric([kind], count)
         yield errors
 
 
-def _latencies(stats: Mapping[str, Any]) -> Iterable[Metric]:
+def _known_by_name(
+    hot_hit_rate: float | None, latencies: Mapping[str, Latencies]
+) -> Iterable[Metric]:
     """Under the names that operators of agents know, and as histograms."""
-    if stats["hot_hit_rate"] is not None:
+    if hot_hit_rate is not None:
         text = "Share of blocks that agents found on the accelerator, as far as they tell"
-        yield GaugeMetricFamily("kv_hot_hit_rate", text, stats["hot_hit_rate"])
-    evict = Latencies(**stats["latency"]["warm_evict"])
-    cold = Latencies(**stats["latency"]["cold_read"])
+        yield GaugeMetricFamily("kv_hot_hit_rate", text, hot_hit_rate)
+    evict, cold = latencies["warm_evict"], latencies["cold_read"]
     text = "For a group of sessions to go down to the ring: the 99th percentile"
     yield GaugeMetricFamily("kv_warm_evict_latency_ms", text, 1000 * evict.quantile(0.99))
     text = "A read of the device, until it is checked and decoded: the 99th percentile"

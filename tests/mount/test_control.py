@@ -133,7 +133,7 @@ def test_every_metric_has_a_type_and_help(control: Path) -> None:
     assert len(families) > 15
     for family in families:
         assert family.name.startswith(("kvfs_", "kv_"))
-        assert family.type in ("gauge", "counter")
+        assert family.type in ("gauge", "counter", "histogram")
         assert family.documentation
 
 

@@ -94,7 +94,7 @@ def test_sessions_are_listed_at_any_depth(mounter: Mounter) -> None:
 def test_the_table_is_plain_where_it_is_no_terminal(mounter: Mounter) -> None:
     header, first, second = kvfs("ls", mounter.mountpoint).stdout.splitlines()
     assert header.split() == [
-        "session", "tokens", "layers", "size", "stored", "ratio", "last", "use", "model",
+        "session", "tokens", "layers", "size", "stored", "ratio", "tier", "last", "use", "model",
     ]  # fmt: skip
     assert first.startswith("agent-1 ")
     assert first.endswith(MODEL)
