@@ -106,6 +106,28 @@ def test_an_extent_in_pieces_is_found_too(directory: Path) -> None:
     assert found(opened(directory, sequence=10)[0], extent) == b"".join([*parts, parts[0]])
 
 
+def test_what_comes_into_the_ring_after_a_kill_overwrites_nothing(directory: Path) -> None:
+    """It is noted in the tables of a file that an earlier process made, and in new ones."""
+    tier, _ = opened(directory, limit=256 * MIB)
+    clean = os.urandom(5000)
+    extents = {extent_of(1, clean): clean}
+    commit(tier, 1, extent_of(1, clean), [put(tier, 1, clean, unit=0)[1]])
+    for number in range(2, 2500):  # more than two tables can hold
+        put(tier, number, os.urandom(100), 10_000 * number, unit=0)
+    tier = WarmTier(directory, 256 * MIB, InlineExecutor())
+    left = list(tier.open(UUID, TOKEN, 1))
+    tier.begin(TOKEN)
+    before = [bytes(record.kept.data) for record in left]
+    for record, data in zip(left, before, strict=True):
+        extents[extent_of(record.sequence, data)] = data
+        commit(tier, 1, extent_of(record.sequence, data), [record.kept])
+    assert [bytes(record.kept.data) for record in left] == before
+    again, dirty = opened(directory, sequence=1, limit=256 * MIB)
+    assert len(dirty) == len(left)
+    assert all(found(again, extent) == data for extent, data in extents.items())
+    assert again.counters.damaged == 0
+
+
 def test_of_another_mount_nothing_is_found(directory: Path) -> None:
     tier, _ = opened(directory)
     data = os.urandom(5000)
