@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -143,6 +143,15 @@ class Kvmap:
                 return
 
     # -- memory
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """It is not given up meanwhile."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
 
     @property
     def regions(self) -> list[memoryview]:

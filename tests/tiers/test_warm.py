@@ -17,6 +17,7 @@ from kvfs.engine.buffer import InRing, Kept, Place
 from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
 from kvfs.engine.io import InlineExecutor
 from kvfs.tiers import oplog, warm
+from kvfs.tiers.oplog import CHUNK_SIZE
 from kvfs.tiers.warm import WarmTier
 
 UUID, TOKEN, OTHER = b"u" * 16, b"t" * 16, b"o" * 16
@@ -248,6 +249,25 @@ def test_what_the_ring_lacks_stays(directory: Path) -> None:
     assert tier.evict_unit(SESSION) == 0
     assert not tier.make_room(64 * MIB)
     assert opened(directory)[1] == [record]
+
+
+@pytest.mark.parametrize("size", [10_000, MIB // 8])
+def test_what_is_written_to_a_clean_file_does_not_go_with_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Its own file is the only one that could make room for what is written, or for what may
+    follow that. After a kill it must be there."""
+    monkeypatch.setattr(WarmTier, "_file_max", lambda tier, unit: 64 * MIB)
+    for count in range(1, 20):
+        shutil.rmtree(directory, ignore_errors=True)
+        tier, _ = opened(directory)
+        for sequence in range(1, count):
+            _, kept = put(tier, sequence, data := os.urandom(size), size * sequence)
+            commit(tier, sequence, extent_of(sequence, data), [kept])
+        tier.limit = tier.usage().taken
+        written = [put(tier, n, os.urandom(size), size * n)[0] for n in range(count, count + 9)]
+        assert tier._taken == sum(kvmap.taken for kvmap in tier._kvmaps.values())
+        assert opened(directory, sequence=count - 1)[1] == written
 
 
 def test_who_has_mapped_memory_keeps_it(directory: Path) -> None:
