@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -115,9 +115,11 @@ class Kvmap:
             raise FormatError("of another mount")
         kvmap = cls(path, header, taken=size)
         kvmap._add(region, 0)
-        kvmap._free = size
+        kvmap._free = kvmap._end = size
         with suppress(FormatError):
             kvmap._layout = KvmapLayout.unpack(region[KVMAP_LAYOUT_AT:])
+        # What it holds may still come into the ring, and is noted behind what is there.
+        kvmap._in_table = sum(1 for _ in kvmap._entries(len(kvmap._layout.tables) - 1))
         return kvmap
 
     def adopt(self, token: bytes) -> None:
@@ -127,16 +129,29 @@ class Kvmap:
 
     def entries(self) -> Iterator[KvmapEntry]:
         """What the tables say, as far as it is whole."""
-        for number, table in enumerate(self._layout.tables):
-            for place in range(table, self._table_end(number), KVMAP_ENTRY_SIZE):
-                try:
-                    entry = KvmapEntry.unpack(self.regions[0][place : place + KVMAP_ENTRY_SIZE])
-                except FormatError:
-                    break
+        for number in range(len(self._layout.tables)):
+            for entry in self._entries(number):
                 if entry.start + entry.size <= self.taken:
                     yield entry
 
+    def _entries(self, number: int) -> Iterator[KvmapEntry]:
+        """Those of a table, up to the first that is not whole."""
+        for place in range(self._layout.tables[number], self._table_end(number), KVMAP_ENTRY_SIZE):
+            try:
+                yield KvmapEntry.unpack(self.regions[0][place : place + KVMAP_ENTRY_SIZE])
+            except FormatError:
+                return
+
     # -- memory
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """It is not given up meanwhile."""
+        self.users += 1
+        try:
+            yield
+        finally:
+            self.users -= 1
 
     @property
     def regions(self) -> list[memoryview]:

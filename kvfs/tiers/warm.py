@@ -328,16 +328,15 @@ class WarmTier:
         kvmap = self._current.get(unit)
         if kvmap is None or kvmap.taken + size > self._file_max(unit):
             kvmap = self._with_room(None, unit, 0)
-        if kvmap is None or kvmap.room >= size or not self.make_room(size):
+        if kvmap is None or kvmap.room >= size:
             return
-        kvmap.users += 1
-        try:
+        with kvmap.in_use():
+            if not self.make_room(size):
+                return
             coming = self._changing(kvmap, partial(kvmap.prepare, size, self.executor.submit))
             if not coming.done:
                 yield coming
             self._changing(kvmap, kvmap.begin_prepared)
-        finally:
-            kvmap.users -= 1
 
     def reserve(self, place: Place, size: int) -> Step[Filling | None]:
         """Memory for so many bytes of a file, to be filled, in a warm file that stays until
@@ -456,18 +455,23 @@ class WarmTier:
                     return None
                 kvmap = self._create(unit)
             if kvmap.room < needed:
-                if not self.make_room(needed):
-                    return None
-                self._changing(kvmap, lambda: kvmap.grow(needed))
+                with kvmap.in_use():
+                    if not self.make_room(needed):
+                        return None
+                self._changing(kvmap, partial(kvmap.grow, needed))
         except OSError as failure:
             log.debug("no room in the warm tier: %s", failure)
             return None
         return kvmap
 
     def _prepare(self, kvmap: Kvmap) -> None:
+        """What was just placed in it is not counted as dirty yet: it must not go itself."""
         size = kvmap.next_span
-        if kvmap.taken + size <= self._file_max(kvmap.header.unit) and self.make_room(size):
-            self._changing(kvmap, lambda: kvmap.prepare(size, self.executor.submit))
+        if kvmap.taken + size > self._file_max(kvmap.header.unit):
+            return
+        with kvmap.in_use():
+            if self.make_room(size):
+                self._changing(kvmap, partial(kvmap.prepare, size, self.executor.submit))
 
     def _changing(self, kvmap: Kvmap, change: Callable[[], T]) -> T:
         """Keep account of what a file takes, and of its memory."""

@@ -17,6 +17,7 @@ from kvfs.engine.buffer import InRing, Kept, Place
 from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
 from kvfs.engine.io import InlineExecutor
 from kvfs.tiers import oplog, warm
+from kvfs.tiers.oplog import CHUNK_SIZE
 from kvfs.tiers.warm import WarmTier
 
 UUID, TOKEN, OTHER = b"u" * 16, b"t" * 16, b"o" * 16
@@ -104,6 +105,28 @@ def test_an_extent_in_pieces_is_found_too(directory: Path) -> None:
     commit(tier, 10, extent, kept)
     assert found(tier, extent) == b"".join([*parts, parts[0]])
     assert found(opened(directory, sequence=10)[0], extent) == b"".join([*parts, parts[0]])
+
+
+def test_what_comes_into_the_ring_after_a_kill_overwrites_nothing(directory: Path) -> None:
+    """It is noted in the tables of a file that an earlier process made, and in new ones."""
+    tier, _ = opened(directory, limit=256 * MIB)
+    clean = os.urandom(5000)
+    extents = {extent_of(1, clean): clean}
+    commit(tier, 1, extent_of(1, clean), [put(tier, 1, clean, unit=0)[1]])
+    for number in range(2, 2500):  # more than two tables can hold
+        put(tier, number, os.urandom(100), 10_000 * number, unit=0)
+    tier = WarmTier(directory, 256 * MIB, InlineExecutor())
+    left = list(tier.open(UUID, TOKEN, 1))
+    tier.begin(TOKEN)
+    before = [bytes(record.kept.data) for record in left]
+    for record, data in zip(left, before, strict=True):
+        extents[extent_of(record.sequence, data)] = data
+        commit(tier, 1, extent_of(record.sequence, data), [record.kept])
+    assert [bytes(record.kept.data) for record in left] == before
+    again, dirty = opened(directory, sequence=1, limit=256 * MIB)
+    assert len(dirty) == len(left)
+    assert all(found(again, extent) == data for extent, data in extents.items())
+    assert again.counters.damaged == 0
 
 
 def test_of_another_mount_nothing_is_found(directory: Path) -> None:
@@ -226,6 +249,25 @@ def test_what_the_ring_lacks_stays(directory: Path) -> None:
     assert tier.evict_unit(SESSION) == 0
     assert not tier.make_room(64 * MIB)
     assert opened(directory)[1] == [record]
+
+
+@pytest.mark.parametrize("size", [10_000, MIB // 8])
+def test_what_is_written_to_a_clean_file_does_not_go_with_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Its own file is the only one that could make room for what is written, or for what may
+    follow that. After a kill it must be there."""
+    monkeypatch.setattr(WarmTier, "_file_max", lambda tier, unit: 64 * MIB)
+    for count in range(1, 20):
+        shutil.rmtree(directory, ignore_errors=True)
+        tier, _ = opened(directory)
+        for sequence in range(1, count):
+            _, kept = put(tier, sequence, data := os.urandom(size), size * sequence)
+            commit(tier, sequence, extent_of(sequence, data), [kept])
+        tier.limit = tier.usage().taken
+        written = [put(tier, n, os.urandom(size), size * n)[0] for n in range(count, count + 9)]
+        assert tier._taken == sum(kvmap.taken for kvmap in tier._kvmaps.values())
+        assert opened(directory, sequence=count - 1)[1] == written
 
 
 def test_who_has_mapped_memory_keeps_it(directory: Path) -> None:
