@@ -7,9 +7,11 @@ from kvfs.torch.errors import (
     NotKVFSError,
     SessionBusyError,
 )
+from kvfs.torch.hot import HotPool
 
 __all__ = [
     "FingerprintError",
+    "HotPool",
     "KVFSCache",
     "NotASessionError",
     "NotKVFSError",

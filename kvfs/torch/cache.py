@@ -16,7 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvfs.torch.counters import Counters
 from kvfs.torch.fingerprint import Fingerprint
+from kvfs.torch.hot import HotPool
 from kvfs.torch.layer import KVFSLayer
 from kvfs.torch.mounts import require_kvfs
 from kvfs.torch.session import Session
@@ -35,9 +37,16 @@ class KVFSCache(Cache):
 
     layers: list[KVFSLayer]  # type: ignore[assignment]
 
-    def __init__(self, session: Session, model: PreTrainedModel, fingerprint: Fingerprint) -> None:
+    def __init__(
+        self, session: Session, model: PreTrainedModel, fingerprint: Fingerprint, pool: HotPool
+    ) -> None:
         """For `open`, which checks what must hold before."""
         self._session = session
+        self._model = model
+        self._fingerprint = fingerprint
+        self.pool = pool
+        self.counters = Counters()
+        self._charged = 0
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"kvfs-{session.path.name}")
         self._tokens = session.tokens()
         self._length = self._stored_tokens = session.stored
@@ -52,7 +61,17 @@ class KVFSCache(Cache):
 
     @classmethod
     def open(
-        cls, directory: str | os.PathLike[str], name: str, model: PreTrainedModel
+        cls,
+        directory: str | os.PathLike[str],
+        name: str,
+        model: PreTrainedModel,
+        *,
+        pool: HotPool | None = None,
+        hot_bytes: int | None = None,
+        window: int | None = None,
+        sinks: int = 4,
+        rank: int = 0,
+        world: int = 1,
     ) -> KVFSCache:
         """Resume the session `name` in `directory`, or begin it.
 
@@ -75,11 +94,13 @@ class KVFSCache(Cache):
             raise ValueError(
                 f"KVFSCache holds KV of models on the CPU; this one is on {model.device}"
             )
+        if window is not None or world != 1:
+            raise ValueError("window and world are not there yet")
         require_kvfs(directory)
         fingerprint = Fingerprint.of(model)
         session = Session(Path(directory) / name, fingerprint)
         try:
-            return cls(session, model, fingerprint)
+            return cls(session, model, fingerprint, pool or HotPool(hot_bytes))
         except BaseException:
             session.close()
             raise
@@ -110,6 +131,36 @@ class KVFSCache(Cache):
         self._store()
         self._session.sync()
 
+    @property
+    def resident_bytes(self) -> int:
+        """Hot bytes of this session."""
+        row = self._fingerprint.row_layout().row_bytes
+        return sum(layer.length * row for layer in self.layers if layer.keys is not None)
+
+    def demote_oldest_round(self) -> int:
+        """Write the oldest round that is hot to the files and free it; the bytes freed."""
+        freed = self.resident_bytes
+        self.release()
+        return freed
+
+    def prefetch_all(self) -> None:
+        """Begin to bring everything in, in the background."""
+        self._settle()
+        for layer in self.layers:
+            layer.prefetch()
+
+    def reopen(self) -> None:
+        """Go on after the daemon was started again."""
+        with suppress(OSError):
+            self._session.close()
+        require_kvfs(self.path.parent)
+        self._session = session = Session(self.path, self._fingerprint)
+        self._tokens = session.tokens()
+        self._length = self._stored_tokens = session.stored
+        for layer, file in zip(self.layers, session.layers, strict=True):
+            layer.discard()
+            layer.reattach(file, session.stored)
+
     def release(self) -> None:
         """Write what is not written and free the memory.
 
@@ -119,6 +170,7 @@ class KVFSCache(Cache):
         self._store()
         for layer in self.layers:
             layer.offload()
+        self._charge()
 
     def load(self) -> None:
         """Have all layers in memory when this returns."""
@@ -126,6 +178,7 @@ class KVFSCache(Cache):
         for index, layer in enumerate(self.layers):
             self._prefetch_after(index)
             layer.load()
+        self._charge()
 
     def rewind_to(self, ids: torch.Tensor | Sequence[int]) -> int:
         """Crop to what the session has in common with the prompt `ids`, shape [n] or [1, n].
@@ -236,6 +289,12 @@ class KVFSCache(Cache):
         self._incoming = array("i")
         self._length = length
         self._store_tokens(min(layer.stored for layer in self.layers))
+        self._charge()
+
+    def _charge(self) -> None:
+        now = self.resident_bytes
+        self.pool.charge(now - self._charged)
+        self._charged = now
 
     def _settle(self) -> None:
         """Undo what a forward that did not end, or a cut that failed, has left behind."""
@@ -286,6 +345,7 @@ class KVFSCache(Cache):
         self._hooks = []
         for layer in self.layers:
             layer.discard()
+        self._charge()
         self._reader.shutdown()
         self._session.close()
 

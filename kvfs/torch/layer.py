@@ -109,6 +109,11 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._slab = self.keys = self.values = None
         self.length = self.stored
 
+    def reattach(self, file: SessionFile, stored: int) -> None:
+        """Go on with another opening of the file, of which `stored` tokens are valid."""
+        self._file = file
+        self.length = self.stored = self.reach = stored
+
     def forget(self, tokens: int) -> None:
         """Drop all after the first `tokens` tokens; the file is cut by the session."""
         self._drop_incoming()
