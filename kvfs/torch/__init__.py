@@ -3,6 +3,7 @@
 from kvfs.torch.cache import KVFSCache
 from kvfs.torch.errors import (
     FingerprintError,
+    HotBudgetError,
     NotASessionError,
     NotKVFSError,
     SessionBusyError,
@@ -11,6 +12,7 @@ from kvfs.torch.hot import HotPool
 
 __all__ = [
     "FingerprintError",
+    "HotBudgetError",
     "HotPool",
     "KVFSCache",
     "NotASessionError",

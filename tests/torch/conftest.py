@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +82,11 @@ def model(make_model: ModelMaker) -> PreTrainedModel:
 
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that grow often, slabs that fill within a turn, reads of several requests."""
+    """Slabs that fill within a turn, workspaces that grow, reads of several requests."""
     pytest.importorskip("torch")
-    monkeypatch.setattr("kvfs.torch.staging.SLAB_BYTES", 4096)
-    monkeypatch.setattr("kvfs.torch.layer.SLAB_BYTES", 4096)
+    from kvfs.torch import HotPool
+
+    monkeypatch.setattr("kvfs.torch.cache.HotPool", partial(HotPool, slab_bytes=4096))
     monkeypatch.setattr("kvfs.torch.staging._PIECE_BYTES", 4096)
 
 

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -198,19 +198,19 @@ def test_a_cut_that_fails_is_made_before_the_next_write(
 def test_a_crop_waits_for_a_read_that_runs(
     kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, started = SessionFile.stream, threading.Event()
+    real, started = SessionFile.open_direct, threading.Event()
 
-    def slow(self: SessionFile, memory: memoryview, nbytes: int) -> Iterator[memoryview]:
+    def slow(self: SessionFile) -> int:
         started.set()
         time.sleep(0.05)
-        return real(self, memory, nbytes)
+        return real(self)
 
     reference = DynamicCache()
     with KVFSCache.open(kv_directory, "agent", model) as cache:
         for one in (reference, cache):
             fill(model, one, prompt(30))
         cache.release()
-        monkeypatch.setattr(SessionFile, "stream", slow)
+        monkeypatch.setattr(SessionFile, "open_direct", slow)
         cache.prefetch(2)
         assert started.wait(5)
         for one in (reference, cache):
