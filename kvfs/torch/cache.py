@@ -654,8 +654,7 @@ class KVFSCache(Cache):
         for index, layer in enumerate(self.layers):
             new = self._scratch(index, len(indices))
             for part in layer.rows_by_block():
-                keys, values = part[:, indices]
-                new.fill(keys, values)
+                new.fill(part[:, indices])
             fresh.append(new)
             layer.demote(layer.hot_blocks)
         self._take_over(fresh)

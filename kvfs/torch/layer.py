@@ -130,11 +130,10 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             ValueError: shape or type is not that of the session.
             OSError: a full slab cannot be written.
         """
-        self._require_row(key_states)
-        self._require_row(value_states)
-        past = self.length
-        self._append(key_states, value_states)
-        shown = self._show(past, key_states, value_states)
+        self._require_rows(key_states, value_states)
+        kv = torch.stack((key_states, value_states)).detach()
+        self._append(kv)
+        shown = self._show(kv)
         if self._writes_full_slabs and (
             self.length // self.block_tokens > self.stored // self.block_tokens
         ):
@@ -334,9 +333,9 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._epoch += 1
         return True
 
-    def fill(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append without a forward."""
-        self._append(keys, values)
+    def fill(self, kv: torch.Tensor) -> None:
+        """Append K and V, `[2, batch, kv_heads, n, head_dim]`, without a forward."""
+        self._append(kv)
 
     # Blocks
 
@@ -374,29 +373,29 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._ids = np.append(self._ids, self._pool.handles.add(1, State.HOT, places[0]))
             self._slabs.append(Heads(self._pool.slab(places[0]), self.layout))
 
-    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        count, done = keys.shape[-2], 0
+    def _append(self, kv: torch.Tensor) -> None:
+        count, done = kv.shape[3], 0
         while done < count:
             block, offset = divmod(self.length, self.block_tokens)
             if block == len(self._slabs):
                 self._add_block()
-            upto = min(count, done + self.block_tokens - offset)
-            part = keys[:, :, done:upto], values[:, :, done:upto]
+            fitting = min(count - done, self.block_tokens - offset)
+            part = kv if fitting == count else kv.narrow(3, done, fitting)
             slab = self._slabs[block]
             if slab is None:
-                self._write_through(*part)
+                self._write_through(part)
             else:
-                slab.put(offset, *part)
-            self.length += upto - done
-            done = upto
+                slab.put(offset, part)
+            self.length += fitting
+            done += fitting
 
-    def _write_through(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _write_through(self, kv: torch.Tensor) -> None:
         """Straight to the file: there is no slab for them."""
         with self._lock:
             self.store()
-            last = self.length + keys.shape[-2]
+            last = self.length + kv.shape[3]
             self.reach = max(self.reach, last)
-            self._write(rows_of(keys, values), last)
+            self._write(rows_of(kv), last)
 
     def _write(self, rows: memoryview, last: int) -> None:
         self._file.append(rows, self.stored * self.layout.row_bytes)
@@ -426,24 +425,22 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     # Putting a layer together
 
-    def _show(
-        self, past: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the forward attends to, after its own tokens were appended."""
-        if len(self._past) <= 1 and (slab := self._only_slab()) is not None:
-            return slab.both(self._past[0][0] if self._past else 0, self.length)
-        space = self._space
-        assert space is not None, "the layer is used without a forward that began"
-        heads = space.seen_as(self.layout)
-        seen = spans.total(self._past)
-        if space.valid < seen:
-            self._gather(heads, space.valid)
-        heads.put(seen, keys, values)
-        space.valid = seen + self.length - past
-        return heads.both(0, space.valid)
-
-    def _only_slab(self) -> Heads | None:
-        return self._slabs[0] if len(self._slabs) == 1 else None
+    def _show(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the forward attends to, after its own tokens `kv` were appended."""
+        if len(self._slabs) == 1 and len(self._past) <= 1 and (slab := self._slabs[0]) is not None:
+            shown = slab.part(self._past[0][0] if self._past else 0, self.length)
+        else:
+            space = self._space
+            assert space is not None, "the layer is used without a forward that began"
+            heads = space.seen_as(self.layout)
+            seen = spans.total(self._past)
+            if space.valid < seen:
+                self._gather(heads, space.valid)
+            heads.put(seen, kv)
+            space.valid = seen + kv.shape[3]
+            shown = heads.part(0, space.valid)
+        keys, values = shown.unbind(0)
+        return keys, values
 
     def _gather(self, heads: Heads, valid: int) -> None:
         """Copy the hot blocks to their places; the others were fetched there."""
@@ -518,14 +515,18 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                         heads.put_rows(at, rows)
                         at += len(rows) // width
 
-    def _require_row(self, states: torch.Tensor) -> None:
-        batch, heads, _, head_dim = states.shape
+    def _require_rows(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         layout = self.layout
-        if (batch, heads, head_dim) != (layout.batch, layout.kv_heads, layout.head_dim) or (
-            states.dtype != layout.dtype
-        ):
+        batch, heads, _, head_dim = keys.shape
+        shape = (layout.batch, layout.kv_heads, layout.head_dim)
+        fits = (batch, heads, head_dim) == shape and keys.dtype == layout.dtype
+        if not fits or keys.shape != values.shape or keys.dtype != values.dtype:
             raise ValueError(
                 f"{self._file.path} holds {layout.batch} sequence(s) of {layout.kv_heads} KV heads "
-                f"x {layout.head_dim} in {layout.dtype_name}; the model gave {batch} of "
-                f"{heads} x {head_dim} in {name_of(states.dtype)}"
+                f"x {layout.head_dim} in {layout.dtype_name}; the model gave K {_said(keys)} "
+                f"and V {_said(values)}"
             )
+
+
+def _said(states: torch.Tensor) -> str:
+    return f"{list(states.shape)} in {name_of(states.dtype)}"

@@ -24,19 +24,13 @@ class Heads:
             flat = memory[: self.capacity * layout.row_bytes].view(layout.dtype)
             self.kv = flat.view(2, layout.batch, layout.kv_heads, self.capacity, layout.head_dim)
 
-    def put(self, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store K and V, each `[batch, kv_heads, n, head_dim]`, as tokens at..at+n-1."""
-        end = at + keys.shape[-2]
-        self.kv[0, :, :, at:end].copy_(keys.detach())
-        self.kv[1, :, :, at:end].copy_(values.detach())
+    def put(self, at: int, kv: torch.Tensor) -> None:
+        """Store K and V, `[2, batch, kv_heads, n, head_dim]`, as tokens at..at+n-1."""
+        self.kv.narrow(3, at, kv.shape[3]).copy_(kv)
 
     def part(self, first: int, last: int) -> torch.Tensor:
         """Tokens first..last-1: a view `[2, batch, kv_heads, last-first, head_dim]`."""
-        return self.kv[:, :, :, first:last]
-
-    def both(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of tokens first..last-1: views `[batch, kv_heads, last-first, head_dim]`."""
-        return self.kv[0, :, :, first:last], self.kv[1, :, :, first:last]
+        return self.kv.narrow(3, first, last - first)
 
     def put_rows(self, at: int, rows: memoryview) -> None:
         """Store whole rows of a file as tokens at, at+1, ..."""
@@ -48,10 +42,9 @@ class Heads:
         _by_head(into, self.layout).copy_(self.part(first, last))
 
 
-def rows_of(keys: torch.Tensor, values: torch.Tensor) -> memoryview:
-    """K and V, each `[batch, kv_heads, n, head_dim]`, as n rows of a file."""
-    by_head = torch.stack([keys.detach(), values.detach()])
-    by_token = by_head.permute(3, 0, 1, 2, 4).contiguous()
+def rows_of(kv: torch.Tensor) -> memoryview:
+    """K and V, `[2, batch, kv_heads, n, head_dim]`, as n rows of a file."""
+    by_token = kv.permute(3, 0, 1, 2, 4).contiguous()
     return by_token.view(torch.uint8).numpy().data.cast("B")
 
 
