@@ -446,12 +446,12 @@ class KVFSCache(Cache):
         slabs = self._press(tokens)
         seen = max(spans.total(layer.past) for layer in self.layers) + tokens
         nbytes = seen * self.layers[0].layout.row_bytes
-        self._current = -1
+        self._current = len(self.layers)
         while not self._spaces:
             spaces = self.pool.lend(self, nbytes, len(self.layers), slabs)
             if spaces is not None:
                 self._spaces = spaces
-            elif places := self._make_room():
+            elif places := self._make_room() or self._make_room_at_any_price():
                 self.pool.give(places)
             else:
                 raise HotBudgetError(
@@ -486,20 +486,32 @@ class KVFSCache(Cache):
                 self._jobs[layer_idx] = self._worker.submit(layer.fetch)
 
     def _make_room(self) -> list[int]:
-        """A slab of a layer that is not in use: of the one that has most, its oldest block."""
-        others = (
-            layer
-            for index, layer in enumerate(self.layers)
-            if index not in (self._current, self._current + 1)
-        )
-        fullest = sorted(others, key=lambda layer: layer.hot_count, reverse=True)
-        for layer in fullest:
+        """A slab of a layer that is not in use: of the one that has most, its oldest block.
+
+        Blocks to which tokens are still added stay.
+        """
+        for layer in self._fullest_layers():
             block = layer.oldest_full_block
             if block is not None:
-                self._let_go_of(layer.handle(block))
-                layer.demote([block])
-                return self.pool.take(1)
+                return self._take_from(layer, block)
         return []
+
+    def _make_room_at_any_price(self) -> list[int]:
+        """As `_make_room`, and any block if there is no other."""
+        for layer in self._fullest_layers():
+            if layer.hot_count:
+                return self._take_from(layer, layer.hot_blocks[0])
+        return []
+
+    def _fullest_layers(self) -> list[KVFSLayer]:
+        in_use = (self._current, self._current + 1)
+        others = [layer for index, layer in enumerate(self.layers) if index not in in_use]
+        return sorted(others, key=lambda layer: layer.hot_count, reverse=True)
+
+    def _take_from(self, layer: KVFSLayer, block: int) -> list[int]:
+        self._let_go_of(layer.handle(block))
+        layer.demote([block])
+        return self.pool.take(1)
 
     def _let_go_of(self, handle: int) -> None:
         if self._held is not None and (mine := self._held == handle).any():
@@ -591,7 +603,7 @@ class KVFSCache(Cache):
         self._drain()
         self._leave_forward()
         for layer in self.layers:
-            layer.discard()
+            layer.forget(0)
         self.pool.forgo(self)
         self._worker.shutdown()
         self._session.close()

@@ -183,8 +183,10 @@ class HotPool:
             kept = slabs * self.slab_bytes
             while len(lent.spaces) > WORKSPACES and not self._make_room(kept):
                 self._drop(lent)
+            # Larger ones if that fits, so that a session that grows need not come each time.
             roomy = whole_pages(int(need * _GROWTH))
-            self._fill(lent, WORKSPACES, roomy, keep=kept)
+            if not lent.spaces and self._make_room(WORKSPACES * roomy + kept):
+                self._fill(lent, WORKSPACES, roomy, keep=kept)
             self._fill(lent, WORKSPACES, need, keep=0)
             if len(lent.spaces) < WORKSPACES:
                 return None

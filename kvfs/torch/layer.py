@@ -265,11 +265,6 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.store()
         self.demote(self.hot_blocks)
 
-    def discard(self) -> None:
-        """Free the memory; what was not stored is lost."""
-        self.forget(self.stored)
-        self.demote(self.hot_blocks)
-
     def forget(self, tokens: int) -> None:
         """Drop all after the first `tokens` tokens; the file is cut by the session."""
         with self._lock:
