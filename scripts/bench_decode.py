@@ -31,13 +31,15 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvfs.tiers.handles import HandleTable, State
+from kvfs.tiers.handles import State
 from kvfs.torch import HotPool, KVFSCache
 from kvfs.torch.hot import SLAB_BYTES
+from kvfs.torch.layout import RowLayout
 from scripts.demo import load_model
 
 KVFS = str(Path(sys.executable).with_name("kvfs"))
-HANDLES = 10_000
+BATCH = 1000
+PAGE = 4096
 PAGED_STEPS = 20
 
 
@@ -152,15 +154,26 @@ def step(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> float:
 
 
 def promotion() -> float:
-    """Microseconds a block: mark, publish a new place, in batches of 1000."""
-    table = HandleTable()
-    ids = table.add(HANDLES, State.COLD)
-    places = np.arange(1000)
-    began = time.perf_counter()
-    for first in range(0, HANDLES, 1000):
-        with table.migrating(ids[first : first + 1000]) as migration:
-            migration.publish(State.HOT, places)
-    return 1e6 * (time.perf_counter() - began) / HANDLES
+    """Microseconds a block to promote and to demote again, without the copies.
+
+    What a layer does besides them: slabs taken and seen as K and V, handles marked and
+    published, and slabs given back.
+    """
+    pool, layout = HotPool(2 * BATCH * PAGE, slab_bytes=PAGE), RowLayout(3, 64, torch.bfloat16)
+    ids = pool.handles.add(BATCH, State.COLD)
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        places = pool.take(BATCH)
+        with pool.handles.migrating(ids) as migration:
+            slabs = [pool.slab(place, layout) for place in places]
+            migration.publish(State.HOT, np.array(places))
+        assert len(slabs) == BATCH
+        with pool.handles.migrating(ids) as migration:
+            migration.publish(State.COLD)
+        pool.give(migration.before.places.tolist())
+        seconds.append(time.perf_counter() - began)
+    return 1e6 * statistics.median(seconds) / BATCH
 
 
 def line(one: Decoding) -> str:

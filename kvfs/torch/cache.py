@@ -338,7 +338,8 @@ class KVFSCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append to layer `layer_idx`, and begin to fetch the next one."""
         layer = self.layers[layer_idx]
-        if layer.length + key_states.shape[-2] > self._length + len(self._incoming):
+        awaited = self._length + len(self._incoming) if self._spaces else 0
+        if layer.length + key_states.shape[-2] > awaited:
             raise RuntimeError(
                 f"the model that computes layer {layer_idx} is not the one that {self.path} "
                 f"was opened with, or the cache is closed: its token ids are not known"

@@ -28,24 +28,28 @@ WORKSPACES = 2
 _GROWTH = 1.25
 
 
-@dataclass(eq=False)
-class Workspace:
-    """Memory for one layer in one piece; `content` says what stands in its first `valid` tokens."""
+class Slab:
+    """Memory of the pool, and how it was last seen: making a view anew costs 20 us."""
 
-    memory: torch.Tensor
-    content: object = None
-    valid: int = 0
-    _view: Heads | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes`, page-aligned and touched."""
+        self.nbytes = nbytes
+        with torch.inference_mode(False):
+            self._memory = torch.frombuffer(page_aligned(nbytes), dtype=torch.uint8)
+        self._view: Heads | None = None
 
     def seen_as(self, layout: RowLayout) -> Heads:
-        """As K and V of that shape."""
+        """As K and V of that shape; what is in it stays."""
         if self._view is None or self._view.layout != layout:
-            self._view = Heads(self.memory, layout)
+            self._view = Heads(self._memory, layout)
         return self._view
+
+
+class Workspace(Slab):
+    """Memory for one layer in one piece; `content` says what its first `valid` tokens are."""
+
+    content: object = None
+    valid: int = 0
 
 
 @dataclass
@@ -85,7 +89,7 @@ class HotPool:
         self._lock = threading.RLock()
         self._budget = DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes
         self._may_rise = budget_bytes is None
-        self._slabs: list[torch.Tensor | None] = []
+        self._slabs: list[Slab | None] = []
         self._idle: list[int] = []
         self._blank: list[int] = []
         self._lent: OrderedDict[object, _Lent] = OrderedDict()
@@ -124,11 +128,11 @@ class HotPool:
             taken = sum(space.nbytes for spaces in busy for space in spaces)
             return max(0, self._budget - self.used_bytes - taken) // self.slab_bytes
 
-    def slab(self, place: int) -> torch.Tensor:
-        """The memory of a slab that was taken: uint8, shape [slab_bytes]."""
-        memory = self._slabs[place]
-        assert memory is not None
-        return memory
+    def slab(self, place: int, layout: RowLayout) -> Heads:
+        """A slab that was taken, as K and V of that shape."""
+        slab = self._slabs[place]
+        assert slab is not None
+        return slab.seen_as(layout)
 
     def take(self, count: int) -> list[int]:
         """The places of up to `count` slabs, as many as are free; their content is undefined."""
@@ -178,7 +182,7 @@ class HotPool:
             lent = self._lent.setdefault(owner, _Lent())
             self._lent.move_to_end(owner)
             lent.active = True
-            while lent.spaces and lent.spaces[0].nbytes < need:
+            while lent.spaces and lent.spaces[-1].nbytes < need:
                 self._drop(lent)
             kept = slabs * self.slab_bytes
             while len(lent.spaces) > WORKSPACES and not self._make_room(kept):
@@ -217,7 +221,7 @@ class HotPool:
         place = self._blank.pop() if self._blank else len(self._slabs)
         if place == len(self._slabs):
             self._slabs.append(None)
-        self._slabs[place] = _memory(self.slab_bytes)
+        self._slabs[place] = Slab(self.slab_bytes)
         return place
 
     def _fill(self, lent: _Lent, count: int, nbytes: int, keep: int) -> None:
@@ -238,7 +242,7 @@ class HotPool:
             place = self._idle.pop()
             self._slabs[place] = None
             self._blank.append(place)
-        lent.spaces.append(Workspace(_memory(nbytes)))
+        lent.spaces.append(Workspace(nbytes))
         self._space_bytes += nbytes
 
     def _drop_a_workspace(self) -> bool:
@@ -251,8 +255,3 @@ class HotPool:
 
     def _drop(self, lent: _Lent) -> None:
         self._space_bytes -= lent.spaces.pop().nbytes
-
-
-def _memory(nbytes: int) -> torch.Tensor:
-    with torch.inference_mode(False):
-        return torch.frombuffer(page_aligned(nbytes), dtype=torch.uint8)

@@ -366,7 +366,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return
         with self._lock:
             self._ids = np.append(self._ids, self._pool.handles.add(1, State.HOT, places[0]))
-            self._slabs.append(Heads(self._pool.slab(places[0]), self.layout))
+            self._slabs.append(self._pool.slab(places[0], self.layout))
 
     def _append(self, kv: torch.Tensor) -> None:
         count, done = kv.shape[3], 0
@@ -471,7 +471,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._counters.fetch_seconds += time.perf_counter() - began
 
     def _promote(self, blocks: list[int], places: list[int], source: LayerSource) -> None:
-        slabs = [Heads(self._pool.slab(place), self.layout) for place in places]
+        slabs = [self._pool.slab(place, self.layout) for place in places]
         with self._pool.handles.migrating(self._ids[blocks]) as migration:
             by_number = dict(zip(blocks, slabs, strict=True))
             for first, end in spans.runs(blocks):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from kvfs.torch.layout import RowLayout
+
+Vectors = np.ndarray[tuple[int, int, int], np.dtype[np.void]]
 
 
 class Heads:
@@ -23,6 +26,10 @@ class Heads:
         with torch.inference_mode(False):
             flat = memory[: self.capacity * layout.row_bytes].view(layout.dtype)
             self.kv = flat.view(2, layout.batch, layout.kv_heads, self.capacity, layout.head_dim)
+        # Between rows and heads numpy copies vectors at 15 GB/s, torch at 10, and numpy does
+        # not wait for threads that a busy machine has put aside.
+        used = memory.numpy()[: self.capacity * layout.row_bytes].view(_vector(layout))
+        self._vectors: Vectors = used.reshape(2, layout.heads, self.capacity)
 
     def put(self, at: int, kv: torch.Tensor) -> None:
         """Store K and V, `[2, batch, kv_heads, n, head_dim]`, as tokens at..at+n-1."""
@@ -34,12 +41,12 @@ class Heads:
 
     def put_rows(self, at: int, rows: memoryview) -> None:
         """Store whole rows of a file as tokens at, at+1, ..."""
-        count = len(rows) // self.layout.row_bytes
-        self.part(at, at + count).copy_(_by_head(rows, self.layout))
+        by_token = _by_token(rows, self.layout)
+        self._vectors[:, :, at : at + len(by_token)] = by_token.transpose(1, 2, 0)
 
     def get_rows(self, first: int, last: int, into: memoryview) -> None:
         """Write tokens first..last-1 as rows of a file to `into`, which they fill."""
-        _by_head(into, self.layout).copy_(self.part(first, last))
+        _by_token(into, self.layout)[:] = self._vectors[:, :, first:last].transpose(2, 0, 1)
 
 
 def rows_of(kv: torch.Tensor) -> memoryview:
@@ -48,9 +55,10 @@ def rows_of(kv: torch.Tensor) -> memoryview:
     return by_token.view(torch.uint8).numpy().data.cast("B")
 
 
-def _by_head(rows: memoryview, layout: RowLayout) -> torch.Tensor:
-    """File bytes, which must be writable, as `[2, batch, kv_heads, tokens, head_dim]`."""
-    with torch.inference_mode(False):
-        flat = torch.frombuffer(rows, dtype=layout.dtype)
-        by_token = flat.view(-1, 2, layout.batch, layout.kv_heads, layout.head_dim)
-        return by_token.permute(1, 2, 3, 0, 4)
+def _by_token(rows: memoryview, layout: RowLayout) -> Vectors:
+    """`[token][K,V][head]`, each item the bytes of one head's vector."""
+    return np.frombuffer(rows, _vector(layout)).reshape(-1, 2, layout.heads)
+
+
+def _vector(layout: RowLayout) -> np.dtype[np.void]:
+    return np.dtype((np.void, layout.head_dim * layout.dtype.itemsize))

@@ -140,8 +140,13 @@ def _map(fd: int) -> list[Segment]:
         shift = offset % mmap.ALLOCATIONGRANULARITY
         warm = os.open(told["path"], os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # A private mapping may be written to, as torch wants of memory; nobody does.
-            mapping = mmap.mmap(warm, length + shift, flags=mmap.MAP_PRIVATE, offset=offset - shift)
+            mapping = mmap.mmap(
+                warm,
+                length + shift,
+                flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
+                prot=mmap.PROT_READ,
+                offset=offset - shift,
+            )
         finally:
             os.close(warm)
         segments.append(Segment(told["at"], memoryview(mapping)[shift:]))

@@ -65,10 +65,11 @@ def make_model() -> ModelMaker:
             "pad_token_id": 0,
             "eos_token_id": None,
         }
-        kind = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[name]
+        kinds = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "gemma3": "Gemma3Text"}
+        kind = kinds[name]
         torch.manual_seed(seed)
         built = getattr(transformers, f"{kind}Config")(**{**shape, **config})
-        model = getattr(transformers, f"{kind}ForCausalLM")(built)
+        model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(built)
         return model.to(dtype or torch.float32).eval()
 
     return make

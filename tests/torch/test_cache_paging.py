@@ -47,8 +47,8 @@ def budget_of(tokens: int, slabs: int) -> int:
 @pytest.mark.parametrize("slabs", [0, 3, 11, 30])
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("llama", {}), ("mistral", {"sliding_window": 24})],
-    ids=["llama", "mistral-sliding"],
+    [("llama", {}), ("mistral", {"sliding_window": 24}), ("gemma3", {"sliding_window": 24})],
+    ids=["llama", "mistral-sliding", "gemma3-some-sliding"],
 )
 def test_any_budget_gives_the_same_numbers(
     name: str,
@@ -204,8 +204,47 @@ def test_bytes_come_mapped_where_the_daemon_offers_it_else_through_the_mount(
             assert ways[1] == 0
 
 
+@pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 7}])
+def test_generation_that_looks_ahead_under_a_small_budget(
+    option: dict[str, Any], kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    ids = prompt(8).repeat(1, 6)
+    options = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, cache=DynamicCache(), **options, **option)  # type: ignore[operator]
+    pool = HotPool(budget_of(80, slabs=9), slab_bytes=SLAB)
+    with KVFSCache.open(kv_directory, "agent", model, pool=pool) as cache:
+        ours = model.generate(ids, cache=cache, **options, **option)  # type: ignore[operator]
+        assert torch.equal(ours, expected)
+        assert cache.counters.fetched_blocks > 0
+
+
+@pytest.mark.parametrize("demoted", [False, True])
+def test_a_fork_in_the_middle_goes_on_apart(
+    demoted: bool, kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    references = [DynamicCache(), DynamicCache()]
+    pool = HotPool(budget_of(400, slabs=60), slab_bytes=SLAB)
+    with KVFSCache.open(kv_directory, "agent", model, pool=pool) as cache:
+        for one in (cache, *references):
+            fill(model, one, prompt(90))
+        cache.end_round()
+        if demoted:
+            cache.demote_oldest_round()
+        os.setxattr(cache.path, "user.kvfs.fork", b"agent-try")
+        with KVFSCache.open(kv_directory, "agent-try", model, pool=pool) as branch:
+            assert branch.tokens == cache.tokens
+            assert branch.rounds == [90]
+            for turn in range(3):
+                for number, one in enumerate((cache, branch)):
+                    ids = prompt(9 + number, seed=10 * turn + number)
+                    expected = fill(model, references[number], ids)
+                    assert torch.equal(fill(model, one, ids), expected)
+            branch.crop(-20)
+        assert cache.get_seq_length() == 90 + 27
+
+
 @settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_sequence_of_calls_gives_the_numbers_of_dynamic_cache(

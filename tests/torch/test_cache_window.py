@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def test_what_leaves_is_written_freed_and_said_and_comes_back(
         assert f"leaves out tokens 4-{2 * ROUND - 1}" in caplog.text
         hot = [0, 6, 7, 8, 9]
         while any(layer.hot_blocks != hot for layer in cache.layers):
-            pass
+            time.sleep(0.001)
         before = cache.counters.fetched_blocks
         assert before == 0
         cache.bring_back(1)
