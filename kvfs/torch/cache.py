@@ -6,10 +6,11 @@ import logging
 import os
 import time
 from array import array
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,9 @@ from kvfs.torch.ranges import Ranges
 from kvfs.torch.session import Session
 from kvfs.torch.window import Window
 
+# As many layers are brought in at once: a layer's open and its last bytes are round trips to
+# the daemon, and a device wants several requests.
+_WORKERS = 4
 _log = logging.getLogger("kvfs.torch")
 
 
@@ -75,13 +79,14 @@ class KVFSCache(Cache):
         self._layout = fingerprint.row_layout()
         self._sliding = sliding_windows(model)
         self._window = window
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"kvfs-{session.path.name}")
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix=f"kvfs-{session.path.name}")
         self._tokens = session.tokens()
         del self._tokens[session.stored :]
         self._length = self._stored_tokens = session.stored
         self._incoming: array[int] = array("i")
         self._kept: _Kept | None = None
-        self._jobs: list[Future[None] | None] = [None] * fingerprint.layers
+        self._fetches: list[Future[None] | None] = [None] * fingerprint.layers
+        self._retirements: list[Future[None]] = []
         self._spaces: list[Workspace] = []
         self._held: Ids | None = None
         self._current = 0
@@ -186,7 +191,7 @@ class KVFSCache(Cache):
             self._session.end_round(self._length)
         if self._window is not None:
             self._window.recalled.clear()
-            self._retire(self._window)
+            self._retire()
 
     def sync(self) -> None:
         """Write what is not written and make the session durable."""
@@ -373,7 +378,7 @@ class KVFSCache(Cache):
         layer.attend_to(self._attended_or_all())
         wanted = layer.past
         if layer.lacking(wanted):
-            self._jobs[layer_idx] = self._worker.submit(layer.load, wanted)
+            self._submit(layer_idx, partial(layer.load, wanted))
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Write what the file of one layer does not hold, and free its memory."""
@@ -409,7 +414,7 @@ class KVFSCache(Cache):
         self._reserve(len(incoming))
         self._held = np.concatenate([layer.hot_ids() for layer in self.layers])
         self.pool.handles.hold(self._held)
-        self.counters.hot_hits += len(self._held)
+        self.counters.add(hot_hits=len(self._held))
         self._incoming = incoming
         self._turn_of(0)
 
@@ -484,7 +489,7 @@ class KVFSCache(Cache):
         if not layer.has_begun:
             layer.begin(self._space_of(layer_idx))
             if layer.wants_fetch:
-                self._jobs[layer_idx] = self._worker.submit(layer.fetch)
+                self._submit(layer_idx, layer.fetch)
 
     def _make_room(self) -> list[int]:
         """A slab of a layer that is not in use: of the one that has most, its oldest block.
@@ -519,21 +524,32 @@ class KVFSCache(Cache):
             self.pool.handles.let_go(self._held[mine])
             self._held = self._held[~mine]
 
+    def _submit(self, layer_idx: int, fetch: Callable[[], None]) -> None:
+        """Fetch in the background, after what is being fetched for that layer already."""
+        before = self._fetches[layer_idx]
+
+        def run() -> None:
+            if before is not None:
+                # Given to the workers earlier, so one of them has it: this ends.
+                before.result()
+            fetch()
+
+        self._fetches[layer_idx] = self._workers.submit(run)
+
     def _await(self, layer_idx: int) -> None:
         """Until nothing is being fetched for this layer; raises what went wrong."""
-        job, self._jobs[layer_idx] = self._jobs[layer_idx], None
-        if job is not None:
+        fetch, self._fetches[layer_idx] = self._fetches[layer_idx], None
+        if fetch is not None:
             began = time.perf_counter()
-            job.result()
-            self.counters.wait_seconds += time.perf_counter() - began
+            fetch.result()
+            self.counters.add(wait_seconds=time.perf_counter() - began)
 
     def _drain(self) -> None:
         """Until nothing is done in the background; what failed there will fail again."""
-        for job in filter(None, self._jobs):
-            job.cancel()
-        self._jobs = [None] * len(self.layers)
-        # One worker takes one job after the other, so this one is the last.
-        self._worker.submit(int).result()
+        fetches = [fetch for fetch in self._fetches if fetch is not None and not fetch.cancel()]
+        wait([*fetches, *self._retirements])
+        self._fetches = [None] * len(self.layers)
+        self._retirements = []
 
     def _tell_the_cost(self, layer_bytes: int) -> None:
         """Once, if the session does not fit: what a token will cost."""
@@ -606,7 +622,7 @@ class KVFSCache(Cache):
         for layer in self.layers:
             layer.forget(0)
         self.pool.forgo(self)
-        self._worker.shutdown()
+        self._workers.shutdown()
         self._session.close()
 
     # A window
@@ -621,13 +637,14 @@ class KVFSCache(Cache):
     def _attended_or_all(self) -> Ranges | None:
         return None if self._window is None or self._kept is not None else self._attended()
 
-    def _retire(self, window: Window) -> None:
+    def _retire(self) -> None:
         """Let go what the window has left behind, and say what attention loses."""
         attended = self._attended()
+        self._retirements = [one for one in self._retirements if not one.done()]
         for layer in self.layers:
             leaving = layer.blocks_outside(attended)
             if leaving:
-                self._worker.submit(self._demote_later, layer, leaving)
+                self._retirements.append(self._workers.submit(self._demote_later, layer, leaving))
         if left_out := spans.without(attended, self._length):
             _log.warning(
                 "session %s: attention leaves out tokens %s from now on; bring_back(round) lets "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 
@@ -25,3 +26,12 @@ class Counters:
     """Time that a forward stood still for a fetch."""
     evict_seconds: float = 0.0
     """Time in moving blocks out of hot memory."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def add(self, **amounts: float) -> None:
+        """Add to several at once, from any thread."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self, name, getattr(self, name) + amount)

@@ -257,7 +257,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 self._cold += len(blocks)
             migration.publish(State.COLD)
         self._pool.give(migration.before.places.tolist())
-        self._counters.evict_seconds += time.perf_counter() - began
+        self._counters.add(evict_seconds=time.perf_counter() - began)
         return len(blocks) * self._pool.slab_bytes
 
     def offload(self) -> None:
@@ -394,7 +394,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _write(self, rows: memoryview, last: int) -> None:
         self._file.append(rows, self.stored * self.layout.row_bytes)
-        self._counters.written_bytes += len(rows)
+        self._counters.add(written_bytes=len(rows))
         self.stored = last
 
     def _copy_rows(self, first: int, last: int, memory: memoryview) -> None:
@@ -461,14 +461,17 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 if promoted:
                     self._promote(promoted, places, source)
                     places = []
-                if space is not None and streamed:
+                if space is not None:
                     self._stream(streamed, space, source)
-                    self._counters.fetched_blocks += len(streamed)
-                self._counters.fetched_bytes_mapped += source.moved.mapped
-                self._counters.fetched_bytes_mount += source.moved.mount
+                fetched = len(promoted if space is None else blocks)
         finally:
             self._pool.give(places)
-            self._counters.fetch_seconds += time.perf_counter() - began
+        self._counters.add(
+            fetched_blocks=fetched,
+            fetched_bytes_mapped=source.moved.mapped,
+            fetched_bytes_mount=source.moved.mount,
+            fetch_seconds=time.perf_counter() - began,
+        )
 
     def _promote(self, blocks: list[int], places: list[int], source: LayerSource) -> None:
         slabs = [self._pool.slab(place, self.layout) for place in places]
@@ -481,7 +484,6 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     self._slabs[block] = slab
                 self._cold -= len(blocks)
             migration.publish(State.HOT, np.array(places))
-        self._counters.fetched_blocks += len(blocks)
 
     def _read(self, slabs: dict[int, Heads], first: int, last: int, source: LayerSource) -> None:
         """Tokens first..last-1 of the file to the slabs of their blocks."""
