@@ -153,11 +153,16 @@ class KVFSCache(Cache):
         hot = HotPool(hot_bytes) if pool is None else pool
         session = Session(Path(directory) / name, fingerprint)
         try:
-            hot.require(2 * session.stored * fingerprint.row_layout().row_bytes)
-            return cls(session, model, fingerprint, hot, seen)
+            cache = cls(session, model, fingerprint, hot, seen)
         except BaseException:
             session.close()
             raise
+        try:
+            hot.require(2 * cache._seen_bytes(0))
+        except BaseException:
+            cache.close()
+            raise
+        return cache
 
     @property
     def path(self) -> Path:
@@ -256,8 +261,7 @@ class KVFSCache(Cache):
             as `open` does; then it can be tried again.
         """
         self._leave_batch()
-        self._drain()
-        self._leave_forward()
+        self._break_off()
         rounds = self._session.rounds
         with suppress(OSError):
             self._session.close()
@@ -350,8 +354,10 @@ class KVFSCache(Cache):
                 f"was opened with, or the cache is closed: its token ids are not known"
             )
         self._current = layer_idx
-        self._turn_of(layer_idx)
-        self._await(layer_idx)
+        if not layer.has_begun:
+            self._turn_of(layer_idx)
+        if self._fetches[layer_idx] is not None:
+            self._await(layer_idx)
         shown = layer.update(key_states, value_states)
         if layer_idx + 1 < len(self.layers):
             self._turn_of(layer_idx + 1)
@@ -412,9 +418,12 @@ class KVFSCache(Cache):
             self._begin_batch(ids.shape[0])
         incoming = array("i", ids[0].tolist())
         self._reserve(len(incoming))
-        self._held = np.concatenate([layer.hot_ids() for layer in self.layers])
-        self.pool.handles.hold(self._held)
-        self.counters.add(hot_hits=len(self._held))
+        needed = [layer.hot_ids() for layer in self.layers]
+        self.counters.add(hot_hits=sum(map(len, needed)))
+        if self._retirements:
+            # What left the window is on its way out: if this forward wants it, it waits.
+            self._held = np.concatenate(needed)
+            self.pool.handles.hold(self._held)
         self._incoming = incoming
         self._turn_of(0)
 
@@ -434,6 +443,11 @@ class KVFSCache(Cache):
         if self._kept is None:
             self._store_tokens(min(layer.stored for layer in self.layers))
 
+    def _break_off(self) -> None:
+        """The forward did not end well."""
+        self._drain()
+        self._leave_forward()
+
     def _leave_forward(self) -> None:
         """Its memory may be moved again."""
         if self._held is not None:
@@ -446,12 +460,8 @@ class KVFSCache(Cache):
 
     def _reserve(self, tokens: int) -> None:
         """Room for a forward of `tokens` tokens: workspaces, and slabs as far as they go."""
-        attended = self._attended_or_all()
-        for layer in self.layers:
-            layer.attend_to(attended)
+        nbytes = self._seen_bytes(tokens)
         slabs = self._press(tokens)
-        seen = max(spans.total(layer.past) for layer in self.layers) + tokens
-        nbytes = seen * self.layers[0].layout.row_bytes
         self._current = len(self.layers)
         while not self._spaces:
             spaces = self.pool.lend(self, nbytes, len(self.layers), slabs)
@@ -464,16 +474,27 @@ class KVFSCache(Cache):
                     f"session {self.path} needs {2 * nbytes} hot bytes for two of its layers, and "
                     f"other sessions hold them: release one, or give the pool a larger budget"
                 )
-        self._tell_the_cost(nbytes)
+        self._tell_the_cost()
+
+    def _seen_bytes(self, tokens: int) -> int:
+        """What attention sees of a layer in a forward of `tokens` tokens, in bytes."""
+        if self._window is not None:
+            attended = self._attended_or_all()
+            for layer in self.layers:
+                layer.attend_to(attended)
+        # Layers of one kind see the same.
+        kinds = {layer.is_sliding: layer for layer in self.layers}
+        seen = max(spans.total(layer.past) for layer in kinds.values()) + tokens
+        return seen * self.layers[0].layout.row_bytes
 
     def _press(self, tokens: int) -> int:
         """Ask for the slabs that `tokens` more tokens and what is not hot want; their number."""
-        slabs = 0
-        for layer in self.layers:
-            size = layer.block_tokens
-            slabs += -(-(layer.length + tokens) // size) - -(-layer.length // size)
-            slabs += len(layer.lacking(layer.past))
-        self.pool.press(slabs)
+        size = self.layers[0].block_tokens
+        slabs = -(-(self._length + tokens) // size) - -(-self._length // size)
+        slabs *= len(self.layers)
+        slabs += sum(len(layer.lacking(layer.past)) for layer in self.layers if not layer.is_hot)
+        if slabs:
+            self.pool.press(slabs)
         return slabs
 
     def _space_of(self, layer_idx: int) -> Workspace:
@@ -486,10 +507,8 @@ class KVFSCache(Cache):
     def _turn_of(self, layer_idx: int) -> None:
         """The layer will be used next: fetch what it lacks."""
         layer = self.layers[layer_idx]
-        if not layer.has_begun:
-            layer.begin(self._space_of(layer_idx))
-            if layer.wants_fetch:
-                self._submit(layer_idx, layer.fetch)
+        if layer.begin(self._space_of(layer_idx)):
+            self._submit(layer_idx, layer.fetch)
 
     def _make_room(self) -> list[int]:
         """A slab of a layer that is not in use: of the one that has most, its oldest block.
@@ -551,11 +570,13 @@ class KVFSCache(Cache):
         self._fetches = [None] * len(self.layers)
         self._retirements = []
 
-    def _tell_the_cost(self, layer_bytes: int) -> None:
+    def _tell_the_cost(self) -> None:
         """Once, if the session does not fit: what a token will cost."""
+        if self._told or all(layer.is_hot for layer in self.layers):
+            return
         lacking = sum(len(layer.lacking(layer.past)) for layer in self.layers)
         beyond = lacking - self.pool.free_slabs
-        if beyond <= 0 or self._told:
+        if beyond <= 0:
             return
         self._told = True
         nbytes = beyond * self.pool.slab_bytes
@@ -573,9 +594,9 @@ class KVFSCache(Cache):
             raise ValueError(f"the cache of {self.path} is closed")
         self._incoming = array("i")
         if self._held is not None or self._spaces:
-            self._drain()
-            self._leave_forward()
-        if any(layer.length != self._length or layer.reach > self._length for layer in self.layers):
+            self._break_off()
+        length = self._length
+        if any(layer.length != length or layer.reach > length for layer in self.layers):
             self._cut()
 
     def _crop_to(self, tokens: int) -> None:
@@ -617,8 +638,7 @@ class KVFSCache(Cache):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._drain()
-        self._leave_forward()
+        self._break_off()
         for layer in self.layers:
             layer.forget(0)
         self.pool.forgo(self)
@@ -680,13 +700,15 @@ class KVFSCache(Cache):
         """Hold the sequences `indices` of what is held now."""
         self._store()
         self._drain()
-        fresh = []
-        for index, layer in enumerate(self.layers):
-            new = self._scratch(index, len(indices))
-            for part in layer.rows_by_block():
-                new.fill(part[:, indices])
-            fresh.append(new)
-            layer.demote(layer.hot_blocks)
+        fresh = [self._scratch(index, len(indices)) for index in range(len(self.layers))]
+        try:
+            for layer, new in zip(self.layers, fresh, strict=True):
+                for part in layer.rows_by_block():
+                    new.fill(part[:, indices])
+                layer.demote(layer.hot_blocks)
+        except BaseException:
+            _discard(fresh)
+            raise
         self._take_over(fresh)
 
     def _scratch(self, index: int, batch: int) -> KVFSLayer:
@@ -703,24 +725,24 @@ class KVFSCache(Cache):
             self._store()
             self._kept = _Kept(self.layers, array("i", self._tokens))
         else:
-            self._drop_scratch()
+            _discard(self.layers)
         self.layers = scratch
-
-    def _drop_scratch(self) -> None:
-        for layer in self.layers:
-            layer.forget(0)
-            layer.close()
 
     def _leave_batch(self) -> None:
         """Go back to the session, if the cache holds a batch."""
         if self._kept is None:
             return
-        self._drain()
-        self._leave_forward()
-        self._drop_scratch()
+        self._break_off()
+        _discard(self.layers)
         self.layers, self._tokens = self._kept.layers, self._kept.tokens
         self._length = len(self._tokens)
         self._kept = None
+
+
+def _discard(scratch: list[KVFSLayer]) -> None:
+    for layer in scratch:
+        layer.forget(0)
+        layer.close()
 
 
 def _window(rounds: int, sinks: int, model: PreTrainedModel) -> Window:
@@ -747,13 +769,18 @@ def _watch(model: PreTrainedModel, cache: KVFSCache) -> list[RemovableHandle]:
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         if used_in(kwargs):
-            cache._end_forward()
+            # Without an output it was broken off: what it leaves behind is undone when the
+            # cache is used again, but others may have its memory now.
+            if output is None:
+                cache._break_off()
+            else:
+                cache._end_forward()
 
     # The decoder sees each call, whether it comes through a head, an adapter or directly.
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     return [
         decoder.register_forward_pre_hook(before, with_kwargs=True),
-        decoder.register_forward_hook(after, with_kwargs=True),
+        decoder.register_forward_hook(after, with_kwargs=True, always_call=True),
     ]
 
 

@@ -182,6 +182,8 @@ class HotPool:
             lent = self._lent.setdefault(owner, _Lent())
             self._lent.move_to_end(owner)
             lent.active = True
+            # The smallest ones first in line to go.
+            lent.spaces.sort(key=lambda space: space.nbytes, reverse=True)
             while lent.spaces and lent.spaces[-1].nbytes < need:
                 self._drop(lent)
             kept = slabs * self.slab_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ from kvfs.torch.ranges import Ranges
 from kvfs.torch.slab import Heads, rows_of
 from kvfs.torch.source import LayerSource, opened
 from kvfs.torch.staging import staging
+
+_epochs = itertools.count()
+"""Each says what one layer holds, until something other than new tokens changes that."""
 
 
 class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -75,7 +79,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._slabs: list[Heads | None] = []
         self._ids: Ids = np.empty(0, np.int64)
         self._cold = 0
-        self._epoch = 0
+        self._epoch = next(_epochs)
         self._past: Ranges = []
         self._space: Workspace | None = None
         self._attended: Ranges | None = None
@@ -131,7 +135,9 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             OSError: a full slab cannot be written.
         """
         self._require_rows(key_states, value_states)
-        kv = torch.stack((key_states, value_states)).detach()
+        kv = torch.stack((key_states, value_states))
+        if kv.requires_grad:
+            kv = kv.detach()
         self._append(kv)
         shown = self._show(kv)
         if self._writes_full_slabs and (
@@ -161,21 +167,21 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Whether `begin` was called in this forward."""
         return self._space is not None
 
-    def begin(self, space: Workspace) -> None:
-        """It is this layer's turn, or soon; it may be put together in `space`."""
+    def begin(self, space: Workspace) -> bool:
+        """It is this layer's turn, or soon; it may be put together in `space`.
+
+        Returns whether it needs blocks that are not hot: then `fetch` brings them in.
+        """
         self._past = self.past
         self._space = space
-        if space.content != self._content():
-            space.content, space.valid = self._content(), 0
+        content = self._content()
+        if space.content != content:
+            space.content, space.valid = content, 0
+        return self._cold > 0 and bool(self._needed_blocks())
 
     def end(self) -> None:
         """The forward is over."""
         self._space = None
-
-    @property
-    def wants_fetch(self) -> bool:
-        """Whether the forward that began needs blocks that are not hot."""
-        return bool(self._needed_blocks())
 
     def fetch(self) -> None:
         """Bring in what the forward needs: to slabs as far as some are free, else straight to
@@ -195,6 +201,11 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def hot_blocks(self) -> list[int]:
         """The numbers of the blocks that are hot."""
         return [block for block, slab in enumerate(self._slabs) if slab is not None]
+
+    @property
+    def is_hot(self) -> bool:
+        """Whether all blocks are."""
+        return not self._cold
 
     @property
     def hot_count(self) -> int:
@@ -245,20 +256,24 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     self._write(memory[: (last - self.stored) * width], last)
 
     def demote(self, blocks: list[int]) -> int:
-        """Free these hot blocks, what the file does not hold of them written; the bytes freed."""
+        """Free these blocks, what the file does not hold of them written; the bytes freed.
+
+        Those that are not hot any more when their turn comes are passed over.
+        """
         if not blocks:
             return 0
         began = time.perf_counter()
         with self._pool.handles.migrating(self._ids[blocks]) as migration:
+            places = migration.before.places[migration.before.places != NOWHERE].tolist()
             with self._lock:
                 self.store(min(self.length, (blocks[-1] + 1) * self.block_tokens))
                 for block in blocks:
                     self._slabs[block] = None
-                self._cold += len(blocks)
+                self._cold += len(places)
             migration.publish(State.COLD)
-        self._pool.give(migration.before.places.tolist())
+        self._pool.give(places)
         self._counters.add(evict_seconds=time.perf_counter() - began)
-        return len(blocks) * self._pool.slab_bytes
+        return len(places) * self._pool.slab_bytes
 
     def offload(self) -> None:
         """Write what the file does not hold yet, and free the memory."""
@@ -268,7 +283,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def forget(self, tokens: int) -> None:
         """Drop all after the first `tokens` tokens; the file is cut by the session."""
         with self._lock:
-            self._epoch += 1
+            self._epoch = next(_epochs)
             self.stored = min(self.stored, tokens)
             self.length = tokens
             self._attended = None
@@ -325,7 +340,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             slab.kv.copy_(slab.kv[:, indices])
         # What a demotion wrote before is in the old order.
         self.stored = 0
-        self._epoch += 1
+        self._epoch = next(_epochs)
         return True
 
     def fill(self, kv: torch.Tensor) -> None:
@@ -345,12 +360,12 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _needed_blocks(self) -> list[int]:
         assert self._space is not None, "the layer is used without a forward that began"
-        return self.lacking(spans.after(self._past, self._space.valid)) if self._cold else []
+        return self.lacking(spans.after(self._past, self._space.valid))
 
     def _content(self) -> object:
         """What stands in a workspace of this layer, apart from how many tokens."""
-        fixed = self._past[:-1], self._past[-1][0] if self._past else 0
-        return self, self._epoch, fixed
+        past = self._past
+        return self._epoch, past[:-1], past[-1][0] if past else 0
 
     def _extend_cold(self, tokens: int) -> None:
         fresh = -(-tokens // self.block_tokens) - len(self._slabs)
@@ -428,7 +443,8 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             space = self._space
             assert space is not None, "the layer is used without a forward that began"
             heads = space.seen_as(self.layout)
-            seen = spans.total(self._past)
+            past = self._past
+            seen = past[0][1] - past[0][0] if len(past) == 1 else spans.total(past)
             if space.valid < seen:
                 self._gather(heads, space.valid)
             heads.put(seen, kv)
@@ -513,11 +529,14 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                         at += len(rows) // width
 
     def _require_rows(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        layout = self.layout
-        batch, heads, _, head_dim = keys.shape
-        shape = (layout.batch, layout.kv_heads, layout.head_dim)
-        fits = (batch, heads, head_dim) == shape and keys.dtype == layout.dtype
-        if not fits or keys.shape != values.shape or keys.dtype != values.dtype:
+        layout, shape = self.layout, keys.shape
+        if not (
+            shape[1] == layout.kv_heads
+            and shape[0] == layout.batch
+            and shape[3] == layout.head_dim
+            and keys.dtype == values.dtype == layout.dtype
+            and shape == values.shape
+        ):
             raise ValueError(
                 f"{self._file.path} holds {layout.batch} sequence(s) of {layout.kv_heads} KV heads "
                 f"x {layout.head_dim} in {layout.dtype_name}; the model gave K {_said(keys)} "
