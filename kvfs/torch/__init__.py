@@ -3,13 +3,17 @@
 from kvfs.torch.cache import KVFSCache
 from kvfs.torch.errors import (
     FingerprintError,
+    HotBudgetError,
     NotASessionError,
     NotKVFSError,
     SessionBusyError,
 )
+from kvfs.torch.hot import HotPool
 
 __all__ = [
     "FingerprintError",
+    "HotBudgetError",
+    "HotPool",
     "KVFSCache",
     "NotASessionError",
     "NotKVFSError",

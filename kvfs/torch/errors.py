@@ -17,3 +17,7 @@ class FingerprintError(ValueError):
 
 class SessionBusyError(RuntimeError):
     """Another cache, in this process or in another one, has the session open."""
+
+
+class HotBudgetError(ValueError):
+    """The hot bytes allowed are less than two layers of a session."""

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+
+class LayerFile(Protocol):
+    """What a layer needs of its file."""
+
+    @property
+    def path(self) -> Path:
+        """Its name in errors."""
+
+    def open_direct(self) -> int:
+        """A descriptor that reads past the page cache, where that can be; the caller closes it."""
+
+    def append(self, memory: memoryview, offset: int) -> None:
+        """Write all of `memory` at byte `offset`."""
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut the file to `nbytes`."""
 
 
 @dataclass(frozen=True)
@@ -38,27 +56,10 @@ class SessionFile:
         with named(self.path):
             return os.stat(self.path.name, dir_fd=self.directory).st_size
 
-    def stream(self, memory: memoryview, nbytes: int) -> Iterator[memoryview]:
-        """The first `nbytes` bytes, past the page cache, in pieces of `len(memory)`.
-
-        `memory` starts on a page and is a whole number of pages long. Each piece is a part
-        of it, valid until the next one is asked for.
-
-        Raises:
-            OSError: EIO if the file ends before `nbytes`, or what the kernel reports.
-        """
-        with _closing(self._open_direct(), self.path) as fd:
-            for offset in range(0, nbytes, len(memory)):
-                length = min(len(memory), nbytes - offset)
-                _read_exactly(fd, memory, offset, length)
-                yield memory[:length]
-
     def append(self, memory: memoryview, offset: int) -> None:
         """Write all of `memory` at byte `offset`."""
         with _closing(self._open(os.O_WRONLY), self.path) as fd:
-            done = 0
-            while done < len(memory):
-                done += os.pwrite(fd, memory[done:], offset + done)
+            _write_all(fd, memory, offset)
 
     def truncate(self, nbytes: int) -> None:
         """Cut the file to `nbytes`."""
@@ -70,9 +71,12 @@ class SessionFile:
         with named(self.path), open(self._open(os.O_RDONLY), "rb") as file:
             return file.read()
 
-    def replace(self, content: bytes) -> None:
-        """Put `content` in the file's place at once: a reader sees the old or the new."""
-        temporary = SessionFile(self.directory, temporary_of(self.path))
+    def replace(self, content: bytes, tag: str = "") -> None:
+        """Put `content` in the file's place at once: a reader sees the old or the new.
+
+        Who may do that at the same time needs a `tag` of its own.
+        """
+        temporary = SessionFile(self.directory, temporary_of(self.path, tag))
         fd = temporary._open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with named(temporary.path), open(fd, "wb") as file:
             file.write(content)
@@ -88,7 +92,8 @@ class SessionFile:
         """A descriptor that keeps the file open; the caller closes it."""
         return self._open(os.O_RDWR)
 
-    def _open_direct(self) -> int:
+    def open_direct(self) -> int:
+        """A descriptor that reads past the page cache, where that can be; the caller closes it."""
         try:
             return self._open(os.O_RDONLY | os.O_DIRECT)
         except OSError as error:
@@ -101,9 +106,51 @@ class SessionFile:
             return os.open(self.path.name, flags, 0o600, dir_fd=self.directory)
 
 
-def temporary_of(path: Path) -> Path:
+class ScratchFile:
+    """A file without a name: made when it is first written, gone with its last descriptor."""
+
+    def __init__(self, directory: Path, what: str) -> None:
+        """In `directory`; `what` names it in errors."""
+        self.path = directory / what
+        self._fd = -1
+
+    def open_direct(self) -> int:
+        """A descriptor that reads past the page cache, where that can be; the caller closes it."""
+        with named(self.path):
+            name = f"/proc/self/fd/{self._writable()}"
+            try:
+                return os.open(name, os.O_RDONLY | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                return os.open(name, os.O_RDONLY)
+
+    def append(self, memory: memoryview, offset: int) -> None:
+        """Write all of `memory` at byte `offset`."""
+        with named(self.path):
+            _write_all(self._writable(), memory, offset)
+
+    def truncate(self, nbytes: int) -> None:
+        """Cut the file to `nbytes`."""
+        with named(self.path):
+            os.ftruncate(self._writable(), nbytes)
+
+    def close(self) -> None:
+        """Give its bytes back."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _writable(self) -> int:
+        if self._fd < 0:
+            self._fd, name = tempfile.mkstemp(prefix=".scratch-", dir=self.path.parent)
+            os.unlink(name)
+        return self._fd
+
+
+def temporary_of(path: Path, tag: str = "") -> Path:
     """The name under which a replacement of `path` is written."""
-    return path.with_name(f".{path.name}.tmp")
+    return path.with_name(f".{path.name}{tag}.tmp")
 
 
 def set_xattr(fd: int, name: str, value: str) -> None:
@@ -133,11 +180,7 @@ def _closing(fd: int, path: Path) -> Iterator[int]:
             os.close(fd)
 
 
-def _read_exactly(fd: int, memory: memoryview, offset: int, length: int) -> None:
-    request = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+def _write_all(fd: int, memory: memoryview, offset: int) -> None:
     done = 0
-    while done < length:
-        got = os.preadv(fd, [memory[done:request]], offset + done)
-        if got == 0:
-            raise OSError(errno.EIO, f"file ends at {offset + done}, {length - done} bytes early")
-        done += got
+    while done < len(memory):
+        done += os.pwrite(fd, memory[done:], offset + done)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,23 @@ class Fingerprint:
     weights: str
     layout: str = "NHD"
     ranks: int = 1
+    rank: int = 0
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Fingerprint:
-        """Read a loaded model.
+    def of(cls, model: PreTrainedModel, rank: int = 0, ranks: int = 1) -> Fingerprint:
+        """Read a loaded model, or the part of it that this tensor-parallel rank has.
 
         The weights enter by a digest of the first numbers of each parameter, so that a
         fine-tuned or re-quantised model of the same shape is told apart at small cost.
+
+        Raises:
+            ValueError: the KV heads cannot be dealt out evenly, or there is no such rank.
         """
         config = model.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
-        return cls(
+        if not 0 <= rank < ranks:
+            raise ValueError(f"rank {rank} of a world of {ranks} does not exist")
+        fingerprint = cls(
             model=_model_name(model),
             type=config.model_type,
             layers=config.num_hidden_layers,
@@ -51,7 +57,12 @@ class Fingerprint:
             dtype=name_of(model.dtype),
             rope=_rope(config),
             weights=_weights_digest(model),
+            ranks=ranks,
+            rank=rank,
         )
+        if fingerprint.kv_heads % ranks:
+            raise ValueError(f"{fingerprint.kv_heads} KV heads cannot be dealt to {ranks} ranks")
+        return fingerprint
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any]) -> Fingerprint:
@@ -63,8 +74,12 @@ class Fingerprint:
         return asdict(self)
 
     def row_layout(self) -> RowLayout:
-        """The row of each layer file."""
-        return RowLayout(self.kv_heads, self.head_dim, getattr(torch, self.dtype))
+        """The row of each layer file: that of one rank."""
+        return RowLayout(self.kv_heads // self.ranks, self.head_dim, getattr(torch, self.dtype))
+
+    def shared(self) -> Fingerprint:
+        """What all ranks have in common; with one rank, everything."""
+        return self if self.ranks == 1 else replace(self, weights="", rank=0)
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Names of the fields in which the two are not equal."""
@@ -77,7 +92,18 @@ class Fingerprint:
             json.dumps(self.to_json(), sort_keys=True).encode(), digest_size=6
         ).hexdigest()
         shape = f"{self.layers}x{self.kv_heads}x{self.head_dim}"
-        return f"{self.model} {self.type} {shape} {self.dtype} {self.layout} #{digest}"
+        ranks = f" rank {self.rank}/{self.ranks}" if self.ranks > 1 else ""
+        return f"{self.model} {self.type} {shape} {self.dtype} {self.layout}{ranks} #{digest}"
+
+
+def sliding_windows(model: PreTrainedModel) -> list[int | None]:
+    """The sliding window of each layer, in tokens, as the model's configuration says."""
+    config = model.config.get_text_config(decoder=True)
+    window: int | None = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def _model_name(model: PreTrainedModel) -> str:

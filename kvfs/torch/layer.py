@@ -1,66 +1,112 @@
-"""One layer of a session as transformers sees it: in memory, or only in its file."""
+"""One layer of a session as transformers sees it: blocks that are hot, or only in its file."""
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from kvfs.torch.files import SessionFile
+from kvfs.tiers.handles import NOWHERE, Ids, State
+from kvfs.torch import ranges as spans
+from kvfs.torch.counters import Counters
+from kvfs.torch.files import LayerFile, ScratchFile
+from kvfs.torch.hot import HotPool, Workspace
 from kvfs.torch.layout import RowLayout, name_of
-from kvfs.torch.slab import Slab
-from kvfs.torch.staging import SLAB_BYTES, staging
+from kvfs.torch.ranges import Ranges
+from kvfs.torch.slab import Heads, rows_of
+from kvfs.torch.source import LayerSource, opened
+from kvfs.torch.staging import staging
+
+_epochs = itertools.count()
+"""Each says what one layer holds, until something other than new tokens changes that."""
 
 
 class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """K and V of one layer: `length` tokens, of which the first `stored` are in the file.
 
-    `reach` is how many tokens the file may hold: more than `stored` after a write that
-    failed, or after `forget` until the session has cut the file.
-
-    When the layer is not in memory all of it is in the file, and `keys` and `values` are
-    None; `update` brings it back. Else they are views `[1, kv_heads, length, head_dim]`,
-    valid until the next call that changes the layer.
+    Tokens lie in blocks of one slab each. A block is hot, or all of it is in the file; a
+    token that is not in the file is hot. `reach` is how many tokens the file may hold: more
+    than `stored` after a write that failed, or after `forget` until the session has cut
+    the file.
     """
 
     is_croppable = True
-    is_sliding = False
     supports_early_init = False
 
-    def __init__(self, file: SessionFile, layout: RowLayout, stored: int, reader: Executor) -> None:
+    def __init__(
+        self,
+        file: LayerFile,
+        layout: RowLayout,
+        pool: HotPool,
+        counters: Counters,
+        *,
+        stored: int = 0,
+        sliding_window: int | None = None,
+        writes_full_slabs: bool = True,
+    ) -> None:
+        """`sliding_window` is the model's own, in tokens.
+
+        Raises:
+            ValueError: a slab of the pool does not hold one token.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
+        if pool.slab_bytes < layout.row_bytes:
+            raise ValueError(
+                f"a token takes {layout.row_bytes} bytes a layer, a slab of the pool has "
+                f"{pool.slab_bytes}: give HotPool larger slabs"
+            )
         self.is_initialized = True
+        self.is_sliding = sliding_window is not None
+        self.layout = layout
+        self.block_tokens = pool.slab_bytes // layout.row_bytes
         self.length = stored
         self.stored = stored
         self.reach = stored
+        self.make_room: Callable[[], list[int]] = list
+        """Asked when a slab is wanted and none is free; the place of one, or nothing."""
         self._file = file
-        self._layout = layout
-        self._reader = reader
-        self._slab: Slab | None = None
-        self._incoming: Future[Slab] | None = None
+        self._pool = pool
+        self._counters = counters
+        self._sliding_window = sliding_window
+        self._writes_full_slabs = writes_full_slabs
+        self._lock = threading.RLock()
+        self._slabs: list[Heads | None] = []
+        self._ids: Ids = np.empty(0, np.int64)
+        self._cold = 0
+        self._epoch = next(_epochs)
+        self._past: Ranges = []
+        self._space: Workspace | None = None
+        self._attended: Ranges | None = None
+        self._extend_cold(stored)
+
+    # What transformers calls
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All K, `[batch, kv_heads, length, head_dim]`, as a copy; None unless all is hot."""
+        return self._copy(0)
+
+    @keys.setter
+    def keys(self, _: torch.Tensor | None) -> None:
+        """What transformers sets when it makes a layer is not of use here."""
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All V, `[batch, kv_heads, length, head_dim]`, as a copy; None unless all is hot."""
+        return self._copy(1)
+
+    @values.setter
+    def values(self, _: torch.Tensor | None) -> None:
+        """As for `keys`."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do: shape and type are known when the session is opened."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append K and V, each `[1, kv_heads, n, head_dim]`, and return all of both.
-
-        Raises:
-            ValueError: shape or type is not that of the session.
-            OSError: the layer cannot be read back, or a full slab not written.
-        """
-        self._require_row(key_states)
-        self._require_row(value_states)
-        slab = self._with_room(key_states.shape[-2])
-        slab.put(self.length, key_states, value_states)
-        shown = self._show(slab, self.length + key_states.shape[-2])
-        if (self.length - self.stored) * self._layout.row_bytes >= SLAB_BYTES:
-            self.store()
-        return shown
 
     def get_seq_length(self) -> int:
         """Tokens in this layer."""
@@ -68,101 +114,435 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of K and V during a forward of `query_length` tokens."""
-        return self.length + query_length, 0
+        seen = spans.total(self.past)
+        # What is left out lies before all that is seen, as far as a causal mask can tell.
+        return seen + query_length, self.length - seen
 
     def get_max_length(self) -> int:
         """-1: grows without a limit."""
         return -1
 
-    def prefetch(self) -> None:
-        """Begin to read the layer in the background, unless it is in memory."""
-        if self._slab is None and self._incoming is None:
-            self._incoming = self._reader.submit(self._read)
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append K and V, each `[batch, kv_heads, n, head_dim]`; what to attend to of both.
 
-    def load(self) -> None:
-        """Have the layer in memory when this returns; OSError if it cannot be read."""
-        self._resident()
+        `begin` came before, and `fetch` if the layer is to be fetched. What is returned is
+        valid until the next forward, or until the layer after the next one is fetched.
 
-    def store(self) -> None:
-        """Write to the file what it does not hold yet."""
-        if self._slab is None or self.stored == self.length:
-            return
-        width = self._layout.row_bytes
-        self.reach = self.length
-        with staging(self._layout) as memory:
-            while self.stored < self.length:
-                last = min(self.length, self.stored + len(memory) // width)
-                rows = self._slab.get_rows(self.stored, last, memory)
-                self._file.append(rows, self.stored * width)
-                self.stored = last
+        Raises:
+            ValueError: shape or type is not that of the session.
+            OSError: a full slab cannot be written.
+        """
+        self._require_rows(key_states, value_states)
+        kv = torch.stack((key_states, value_states))
+        if kv.requires_grad:
+            kv = kv.detach()
+        self._append(kv)
+        shown = self._show(kv)
+        if self._writes_full_slabs and (
+            self.length // self.block_tokens > self.stored // self.block_tokens
+        ):
+            self.store()
+        return shown
+
+    # A forward, as the cache conducts it
+
+    @property
+    def past(self) -> Ranges:
+        """The tokens that the next forward attends to."""
+        if self._sliding_window is not None:
+            # As DynamicSlidingWindowLayer: one less than the window, the query is in it too.
+            return spans.union([(max(0, self.length - self._sliding_window + 1), self.length)])
+        if self._attended is not None:
+            return self._attended
+        return [(0, self.length)] if self.length else []
+
+    def attend_to(self, attended: Ranges | None) -> None:
+        """Leave out all tokens but these from now on; None: leave out none."""
+        self._attended = attended
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether `begin` was called in this forward."""
+        return self._space is not None
+
+    def begin(self, space: Workspace) -> bool:
+        """It is this layer's turn, or soon; it may be put together in `space`.
+
+        Returns whether it needs blocks that are not hot: then `fetch` brings them in.
+        """
+        self._past = self.past
+        self._space = space
+        content = self._content()
+        if space.content != content:
+            space.content, space.valid = content, 0
+        return self._cold > 0 and bool(self._needed_blocks())
+
+    def end(self) -> None:
+        """The forward is over."""
+        self._space = None
+
+    def fetch(self) -> None:
+        """Bring in what the forward needs: to slabs as far as some are free, else straight to
+        the workspace."""
+        self._fetch(self._needed_blocks(), self._space)
+
+    def hot_ids(self) -> Ids:
+        """The handles of the blocks that the next forward needs and that are hot."""
+        if not self._cold and self._sliding_window is None and self._attended is None:
+            return self._ids
+        needed = self._blocks_in(self.past)
+        return self._ids[[block for block in needed if self._slabs[block] is not None]]
+
+    # Moving blocks
+
+    @property
+    def hot_blocks(self) -> list[int]:
+        """The numbers of the blocks that are hot."""
+        return [block for block, slab in enumerate(self._slabs) if slab is not None]
+
+    @property
+    def is_hot(self) -> bool:
+        """Whether all blocks are."""
+        return not self._cold
+
+    @property
+    def hot_count(self) -> int:
+        """How many blocks are hot."""
+        return len(self._slabs) - self._cold
+
+    @property
+    def oldest_full_block(self) -> int | None:
+        """The first hot block to which no token can be added any more."""
+        full = self.length // self.block_tokens
+        return next((block for block in self.hot_blocks if block < full), None)
+
+    def handle(self, block: int) -> int:
+        """The handle of a block."""
+        return int(self._ids[block])
+
+    def blocks_outside(self, wanted: Ranges) -> list[int]:
+        """The hot blocks that hold none of these tokens."""
+        inside = set(self._blocks_in(wanted))
+        return [block for block in self.hot_blocks if block not in inside]
+
+    def blocks_before(self, token: int) -> list[int]:
+        """The hot blocks that begin before this token."""
+        return [block for block in self.hot_blocks if block * self.block_tokens < token]
+
+    def lacking(self, wanted: Ranges) -> list[int]:
+        """The blocks of these tokens that are not hot."""
+        if not self._cold:
+            return []
+        return [block for block in self._blocks_in(wanted) if self._slabs[block] is None]
+
+    def load(self, wanted: Ranges) -> None:
+        """Bring these tokens in, as far as slabs are free; OSError if they cannot be read."""
+        self._fetch(self.lacking(wanted), None)
+
+    def store(self, upto: int | None = None) -> None:
+        """Write to the file what it does not hold yet of the first `upto` tokens, or of all."""
+        with self._lock:
+            upto = self.length if upto is None else upto
+            if self.stored >= upto:
+                return
+            self.reach = max(self.reach, upto)
+            width = self.layout.row_bytes
+            with staging(self.layout) as memory:
+                while self.stored < upto:
+                    last = min(upto, self.stored + len(memory) // width)
+                    self._copy_rows(self.stored, last, memory)
+                    self._write(memory[: (last - self.stored) * width], last)
+
+    def demote(self, blocks: list[int]) -> int:
+        """Free these blocks, what the file does not hold of them written; the bytes freed.
+
+        Those that are not hot any more when their turn comes are passed over.
+        """
+        if not blocks:
+            return 0
+        began = time.perf_counter()
+        with self._pool.handles.migrating(self._ids[blocks]) as migration:
+            places = migration.before.places[migration.before.places != NOWHERE].tolist()
+            with self._lock:
+                self.store(min(self.length, (blocks[-1] + 1) * self.block_tokens))
+                for block in blocks:
+                    self._slabs[block] = None
+                self._cold += len(places)
+            migration.publish(State.COLD)
+        self._pool.give(places)
+        self._counters.add(evict_seconds=time.perf_counter() - began)
+        return len(places) * self._pool.slab_bytes
 
     def offload(self) -> None:
         """Write what the file does not hold yet, and free the memory."""
         self.store()
-        self.discard()
-
-    def discard(self) -> None:
-        """Free the memory; what was not stored is lost."""
-        self._drop_incoming()
-        if self._slab is not None:
-            self._slab.free()
-        self._slab = self.keys = self.values = None
-        self.length = self.stored
+        self.demote(self.hot_blocks)
 
     def forget(self, tokens: int) -> None:
         """Drop all after the first `tokens` tokens; the file is cut by the session."""
-        self._drop_incoming()
-        self.stored = min(self.stored, tokens)
-        self.length = tokens
-        if self._slab is not None:
-            self._show(self._slab, tokens)
+        with self._lock:
+            self._epoch = next(_epochs)
+            self.stored = min(self.stored, tokens)
+            self.length = tokens
+            self._attended = None
+            kept = -(-tokens // self.block_tokens)
+            gone, self._ids = self._ids[kept:], self._ids[:kept]
+            self._cold -= self._slabs[kept:].count(None)
+            del self._slabs[kept:]
+        if len(gone):
+            places = self._pool.handles.look(gone).places
+            self._pool.handles.remove(gone)
+            self._pool.give(places[places != NOWHERE].tolist())
 
-    def _drop_incoming(self) -> None:
-        incoming, self._incoming = self._incoming, None
-        if incoming is not None and not incoming.cancel() and incoming.exception() is None:
-            incoming.result().free()
+    def close(self) -> None:
+        """Close the file, if it has no name and lives by its descriptor."""
+        if isinstance(self._file, ScratchFile):
+            self._file.close()
 
-    def _resident(self) -> Slab:
-        if self._slab is None:
-            incoming, self._incoming = self._incoming, None
-            slab = incoming.result() if incoming is not None else self._read()
-            self._show(slab, self.length)
-        assert self._slab is not None
-        return self._slab
+    def reattach(self, file: LayerFile, in_file: int) -> int:
+        """Go on with another opening of the file, in which `in_file` tokens are valid.
 
-    def _with_room(self, tokens: int) -> Slab:
-        slab = self._resident()
-        if self.length + tokens > slab.capacity:
-            slab = slab.grown(self.length, self.length + tokens)
-        return slab
+        Returns how many tokens, from the first on, are hot or in the file.
+        """
+        self._file = file
+        self.stored = self.reach = min(self.stored, in_file)
+        for block, slab in enumerate(self._slabs):
+            end = min(self.length, (block + 1) * self.block_tokens)
+            if slab is None and end > self.stored:
+                return self.stored
+        return self.length
 
-    def _show(self, slab: Slab, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = slab.keys(length), slab.values(length)
-        self._slab, self.length = slab, length
-        self.keys, self.values = keys, values
+    def rows_by_block(self) -> Iterator[torch.Tensor]:
+        """K and V of all tokens, block by block: `[2, batch, kv_heads, n, head_dim]`.
+
+        Each is valid until the next one is asked for; the file is read for what is not hot.
+        """
+        for block, slab in enumerate(self._slabs):
+            first, end = self._span(block)
+            if slab is None:
+                memory = torch.empty(self._pool.slab_bytes, dtype=torch.uint8)
+                slab = Heads(memory, self.layout)
+                with opened(self._file, self.layout) as source:
+                    at = 0
+                    for rows in source.rows(first, end):
+                        slab.put_rows(at, rows)
+                        at += len(rows) // self.layout.row_bytes
+            yield slab.part(0, end - first)
+
+    def reorder(self, indices: torch.Tensor) -> bool:
+        """Reorder the sequences of the batch in place, if all is hot; else False."""
+        if self._cold or len(indices) != self.layout.batch:
+            return False
+        for slab in self._slabs:
+            assert slab is not None
+            slab.kv.copy_(slab.kv[:, indices])
+        # What a demotion wrote before is in the old order.
+        self.stored = 0
+        self._epoch = next(_epochs)
+        return True
+
+    def fill(self, kv: torch.Tensor) -> None:
+        """Append K and V, `[2, batch, kv_heads, n, head_dim]`, without a forward."""
+        self._append(kv)
+
+    # Blocks
+
+    def _span(self, block: int) -> tuple[int, int]:
+        first = block * self.block_tokens
+        return first, min(self.length, first + self.block_tokens)
+
+    def _blocks_in(self, wanted: Ranges) -> list[int]:
+        size = self.block_tokens
+        blocks = spans.union((first // size, (end - 1) // size + 1) for first, end in wanted)
+        return [block for first, end in blocks for block in range(first, end)]
+
+    def _needed_blocks(self) -> list[int]:
+        assert self._space is not None, "the layer is used without a forward that began"
+        return self.lacking(spans.after(self._past, self._space.valid))
+
+    def _content(self) -> object:
+        """What stands in a workspace of this layer, apart from how many tokens."""
+        past = self._past
+        return self._epoch, past[:-1], past[-1][0] if past else 0
+
+    def _extend_cold(self, tokens: int) -> None:
+        fresh = -(-tokens // self.block_tokens) - len(self._slabs)
+        with self._lock:
+            self._ids = np.append(self._ids, self._pool.handles.add(fresh, State.COLD))
+            self._slabs += [None] * fresh
+            self._cold += fresh
+
+    def _add_block(self) -> None:
+        places = self._pool.take(1) or self.make_room()
+        if not places:
+            self._extend_cold((len(self._slabs) + 1) * self.block_tokens)
+            return
+        with self._lock:
+            self._ids = np.append(self._ids, self._pool.handles.add(1, State.HOT, places[0]))
+            self._slabs.append(self._pool.slab(places[0], self.layout))
+
+    def _append(self, kv: torch.Tensor) -> None:
+        count, done = kv.shape[3], 0
+        while done < count:
+            block, offset = divmod(self.length, self.block_tokens)
+            if block == len(self._slabs):
+                self._add_block()
+            fitting = min(count - done, self.block_tokens - offset)
+            part = kv if fitting == count else kv.narrow(3, done, fitting)
+            slab = self._slabs[block]
+            if slab is None:
+                self._write_through(part)
+            else:
+                slab.put(offset, part)
+            self.length += fitting
+            done += fitting
+
+    def _write_through(self, kv: torch.Tensor) -> None:
+        """Straight to the file: there is no slab for them."""
+        with self._lock:
+            self.store()
+            last = self.length + kv.shape[3]
+            self.reach = max(self.reach, last)
+            self._write(rows_of(kv), last)
+
+    def _write(self, rows: memoryview, last: int) -> None:
+        self._file.append(rows, self.stored * self.layout.row_bytes)
+        self._counters.add(written_bytes=len(rows))
+        self.stored = last
+
+    def _copy_rows(self, first: int, last: int, memory: memoryview) -> None:
+        """Tokens first..last-1, all hot, as rows of a file."""
+        width = self.layout.row_bytes
+        for block in self._blocks_in([(first, last)]):
+            start = block * self.block_tokens
+            begin, end = max(first, start), min(last, start + self.block_tokens)
+            slab = self._slabs[block]
+            assert slab is not None
+            slab.get_rows(
+                begin - start, end - start, memory[(begin - first) * width : (end - first) * width]
+            )
+
+    def _copy(self, which: int) -> torch.Tensor | None:
+        if self._cold or not self.length:
+            return None
+        parts = [slab.part(0, self._span(b)[1] - self._span(b)[0]) for b, slab in self._hot()]
+        return torch.cat(parts, dim=-2)[which]
+
+    def _hot(self) -> Iterator[tuple[int, Heads]]:
+        return ((block, slab) for block, slab in enumerate(self._slabs) if slab is not None)
+
+    # Putting a layer together
+
+    def _show(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the forward attends to, after its own tokens `kv` were appended."""
+        if len(self._slabs) == 1 and len(self._past) <= 1 and (slab := self._slabs[0]) is not None:
+            shown = slab.part(self._past[0][0] if self._past else 0, self.length)
+        else:
+            space = self._space
+            assert space is not None, "the layer is used without a forward that began"
+            heads = space.seen_as(self.layout)
+            past = self._past
+            seen = past[0][1] - past[0][0] if len(past) == 1 else spans.total(past)
+            if space.valid < seen:
+                self._gather(heads, space.valid)
+            heads.put(seen, kv)
+            space.valid = seen + kv.shape[3]
+            shown = heads.part(0, space.valid)
+        keys, values = shown.unbind(0)
         return keys, values
 
-    def _read(self) -> Slab:
-        width = self._layout.row_bytes
-        slab = Slab(self._layout, self.stored + SLAB_BYTES // width)
-        try:
-            done = 0
-            with staging(self._layout) as memory:
-                for rows in self._file.stream(memory, self.stored * width):
-                    done += slab.put_rows(done, rows)
-        except BaseException:
-            slab.free()
-            raise
-        return slab
+    def _gather(self, heads: Heads, valid: int) -> None:
+        """Copy the hot blocks to their places; the others were fetched there."""
+        for at, first, end in spans.placed(spans.after(self._past, valid)):
+            for block in self._blocks_in([(first, end)]):
+                slab = self._slabs[block]
+                if slab is not None:
+                    start = block * self.block_tokens
+                    begin, stop = max(first, start), min(end, start + self.block_tokens)
+                    place = valid + at + begin - first
+                    heads.part(place, place + stop - begin).copy_(
+                        slab.part(begin - start, stop - start)
+                    )
 
-    def _require_row(self, states: torch.Tensor) -> None:
-        batch, heads, _, head_dim = states.shape
-        layout = self._layout
-        if (batch, heads, head_dim) != (1, layout.kv_heads, layout.head_dim) or (
-            states.dtype != layout.dtype
+    def _fetch(self, blocks: list[int], space: Workspace | None) -> None:
+        if not blocks:
+            return
+        began = time.perf_counter()
+        places = self._pool.take(len(blocks))
+        promoted, streamed = blocks[: len(places)], blocks[len(places) :]
+        try:
+            with opened(self._file, self.layout) as source:
+                if promoted:
+                    self._promote(promoted, places, source)
+                    places = []
+                if space is not None:
+                    self._stream(streamed, space, source)
+                fetched = len(promoted if space is None else blocks)
+        finally:
+            self._pool.give(places)
+        self._counters.add(
+            fetched_blocks=fetched,
+            fetched_bytes_mapped=source.moved.mapped,
+            fetched_bytes_mount=source.moved.mount,
+            fetch_seconds=time.perf_counter() - began,
+        )
+
+    def _promote(self, blocks: list[int], places: list[int], source: LayerSource) -> None:
+        slabs = [self._pool.slab(place, self.layout) for place in places]
+        with self._pool.handles.migrating(self._ids[blocks]) as migration:
+            by_number = dict(zip(blocks, slabs, strict=True))
+            for first, end in spans.runs(blocks):
+                self._read(by_number, self._span(first)[0], self._span(end - 1)[1], source)
+            with self._lock:
+                for block, slab in by_number.items():
+                    self._slabs[block] = slab
+                self._cold -= len(blocks)
+            migration.publish(State.HOT, np.array(places))
+
+    def _read(self, slabs: dict[int, Heads], first: int, last: int, source: LayerSource) -> None:
+        """Tokens first..last-1 of the file to the slabs of their blocks."""
+        width, at = self.layout.row_bytes, first
+        for rows in source.rows(first, last):
+            upto = at + len(rows) // width
+            piece_first = at
+            while at < upto:
+                block, offset = divmod(at, self.block_tokens)
+                end = min(upto, (block + 1) * self.block_tokens)
+                part = rows[(at - piece_first) * width : (end - piece_first) * width]
+                slabs[block].put_rows(offset, part)
+                at = end
+
+    def _stream(self, blocks: list[int], space: Workspace, source: LayerSource) -> None:
+        """What the forward needs of these blocks, straight to where attention wants it."""
+        heads = space.seen_as(self.layout)
+        width = self.layout.row_bytes
+        for run_first, run_end in spans.runs(blocks):
+            from_token, to_token = self._span(run_first)[0], self._span(run_end - 1)[1]
+            for place, first, end in spans.placed(self._past):
+                begin, stop = max(first, from_token), min(end, to_token)
+                if begin < stop:
+                    at = place + begin - first
+                    for rows in source.rows(begin, stop):
+                        heads.put_rows(at, rows)
+                        at += len(rows) // width
+
+    def _require_rows(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        layout, shape = self.layout, keys.shape
+        if not (
+            shape[1] == layout.kv_heads
+            and shape[0] == layout.batch
+            and shape[3] == layout.head_dim
+            and keys.dtype == values.dtype == layout.dtype
+            and shape == values.shape
         ):
             raise ValueError(
-                f"{self._file.path} holds 1 sequence of {layout.kv_heads} KV heads x "
-                f"{layout.head_dim} in {layout.dtype_name}; the model gave {batch} of "
-                f"{heads} x {head_dim} in {name_of(states.dtype)}"
+                f"{self._file.path} holds {layout.batch} sequence(s) of {layout.kv_heads} KV heads "
+                f"x {layout.head_dim} in {layout.dtype_name}; the model gave K {_said(keys)} "
+                f"and V {_said(values)}"
             )
+
+
+def _said(states: torch.Tensor) -> str:
+    return f"{list(states.shape)} in {name_of(states.dtype)}"

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """One token in one layer: K then V, each `[kv_head][head_dim]`."""
+    """One token in one layer: K then V, each `[batch][kv_head][head_dim]`.
+
+    A session is one sequence, so its batch is 1; scratch layers may hold more.
+    """
 
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    batch: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """`(2, kv_heads, head_dim)`; index 0 of the first axis is K, index 1 is V."""
-        return (2, self.kv_heads, self.head_dim)
+        """`(2, batch * kv_heads, head_dim)`; index 0 of the first axis is K, index 1 is V."""
+        return (2, self.heads, self.head_dim)
+
+    @property
+    def heads(self) -> int:
+        """Heads of K in a row, those of all sequences."""
+        return self.batch * self.kv_heads
 
     @property
     def elements(self) -> int:
         """Numbers in a row."""
-        return 2 * self.kv_heads * self.head_dim
+        return 2 * self.heads * self.head_dim
 
     @property
     def row_bytes(self) -> int:
@@ -34,6 +43,10 @@ class RowLayout:
     def dtype_name(self) -> str:
         """The element type as files and xattrs name it, such as `bfloat16`."""
         return name_of(self.dtype)
+
+    def batched(self, batch: int) -> RowLayout:
+        """The row of `batch` sequences side by side."""
+        return replace(self, batch=batch)
 
 
 def name_of(dtype: torch.dtype) -> str:

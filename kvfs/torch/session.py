@@ -1,11 +1,17 @@
-"""A session on disk: its directory, what it says of itself, how long it is."""
+"""A session on disk: its directory, what it says of itself, how long it is.
+
+Tensor-parallel ranks share the directory and `session.json`; each has files of its own,
+whose names end in `.rR`, and locks only those.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import re
 from array import array
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +23,8 @@ from kvfs.torch.fingerprint import Fingerprint
 
 _VERSION = 1
 _TOKEN_BYTES = 4
+_TOKENS_ARE = {"dtype": "int32", "shape": "1"}
+_OF_A_RANK = re.compile(r"\.r\d+(\.tmp)?$")
 
 
 @dataclass
@@ -48,37 +56,41 @@ class Record:
 
 
 class Session:
-    """An open session directory, locked against a second opener until `close`."""
+    """One rank's part of an open session directory, locked against a second opener."""
 
     def __init__(self, path: Path, fingerprint: Fingerprint) -> None:
         """Open the session at `path`, or create it (mode 0700).
 
-        Files longer than the shortest one, in tokens, are cut to it.
+        Files longer than the shortest one of all ranks, in tokens, are cut to it.
 
         Raises:
             SessionBusyError: it is open elsewhere.
-            FingerprintError: it belongs to another model.
+            FingerprintError: it belongs to another model, or this rank to other weights.
             NotASessionError: the directory holds something else.
             OSError: as the filesystem reports it.
         """
         self.path = path
         self._row_bytes = fingerprint.row_layout().row_bytes
+        self._ranks = fingerprint.ranks
+        self._rank = fingerprint.rank
+        self._own = _suffix(fingerprint)
         _make_directory(path)
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._lease = -1
         try:
+            self._tokens = self._file(f"tokens{self._own}")
+            self._description = self._file("session.json")
             self._lock()
-            self._description = SessionFile(self._directory, path / "session.json")
-            self._record = self._read_record() or self._create(fingerprint)
-            self._require(fingerprint)
+            self._record = self._read_record() or self._create(fingerprint.shared())
+            self._require(self._record.fingerprint, fingerprint.shared())
+            self._require_own(fingerprint)
             self.layers = [
-                SessionFile(self._directory, path / f"layer.{index:03d}")
-                for index in range(fingerprint.layers)
+                self._file(f"layer.{index:03d}{self._own}") for index in range(fingerprint.layers)
             ]
-            self._tokens = SessionFile(self._directory, path / "tokens")
             self._ensure_files(fingerprint)
-            self._lease = self._tokens.lease()
-            self.stored = self._valid_tokens()
+            if self._lease < 0:
+                self._lease = self._tokens.lease()
+            self.stored = self._valid_tokens(fingerprint.layers)
             self.crop(self.stored)
         except BaseException:
             self.close()
@@ -100,7 +112,7 @@ class Session:
         self._tokens.append(memoryview(ids).cast("B"), at * _TOKEN_BYTES)
 
     def end_round(self, tokens: int) -> None:
-        """Note that a round ended with `tokens` tokens in the session."""
+        """Note that a round ended with `tokens` tokens in the session; rank 0 writes it down."""
         self._write_record(Record(self._record.fingerprint, [*self._record.rounds, tokens]))
 
     def crop(self, tokens: int) -> None:
@@ -132,12 +144,21 @@ class Session:
             if directory >= 0:
                 os.close(directory)
 
+    def _file(self, name: str) -> SessionFile:
+        return SessionFile(self._directory, self.path / name)
+
     def _lock(self) -> None:
+        """One sequence has one writer: of the directory, or of a rank's files in it."""
+        locked = self._directory
+        if self._ranks > 1:
+            self._tokens.ensure(_TOKENS_ARE)
+            locked = self._lease = self._tokens.lease()
         try:
-            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            what = f"rank {self._rank} of session" if self._ranks > 1 else "session"
             raise SessionBusyError(
-                f"session {self.path} is open in another cache or process: close it there first"
+                f"{what} {self.path} is open in another cache or process: close it there first"
             ) from None
 
     def _read_record(self) -> Record | None:
@@ -157,40 +178,73 @@ class Session:
         self._require_no_foreign_files()
         set_xattr(self._directory, "model", str(fingerprint))
         record = Record(fingerprint)
-        self._write_record(record)
+        self._description.replace(record.encode(), tag=self._own)
         return record
 
     def _require_no_foreign_files(self) -> None:
-        left_by_a_crash = temporary_of(self._description.path).name
-        foreign = sorted(set(os.listdir(self._directory)) - {left_by_a_crash})
+        names = os.listdir(self._directory)
+        ours = {"session.json", temporary_of(self._description.path, self._own).name}
+        if self._ranks > 1:
+            # Another rank may be creating the session now.
+            ours.update(name for name in names if _OF_A_RANK.search(name))
+        foreign = sorted(set(names) - ours)
         if foreign:
             raise NotASessionError(
                 f"{self.path} holds {foreign[0]!r} but no session.json: choose another name"
             )
 
-    def _require(self, fingerprint: Fingerprint) -> None:
-        stored = self._record.fingerprint
-        different = stored.differences(fingerprint)
+    def _require(self, stored: Fingerprint, mine: Fingerprint) -> None:
+        different = stored.differences(mine)
         if different:
             raise FingerprintError(
-                f"session {self.path} was written by [{stored}], this model is [{fingerprint}]; "
+                f"session {self.path} was written by [{stored}], this model is [{mine}]; "
                 f"they differ in {', '.join(different)}: choose another name"
             )
 
+    def _require_own(self, fingerprint: Fingerprint) -> None:
+        """A rank's share of the weights is its own: a file beside its layers names it."""
+        if self._ranks == 1:
+            return
+        own = self._file(f"fingerprint{self._own}")
+        try:
+            stored = Fingerprint.from_json(json.loads(own.read()))
+        except FileNotFoundError:
+            own.replace(json.dumps(fingerprint.to_json()).encode())
+        else:
+            self._require(stored, fingerprint)
+
     def _ensure_files(self, fingerprint: Fingerprint) -> None:
-        self._tokens.ensure({"dtype": "int32", "shape": "1"})
+        self._tokens.ensure(_TOKENS_ARE)
         layout = fingerprint.row_layout()
         shape = ",".join(map(str, layout.shape))
         for layer in self.layers:
             layer.ensure({"dtype": layout.dtype_name, "shape": shape})
 
-    def _valid_tokens(self) -> int:
+    def _valid_tokens(self, layers: int) -> int:
+        """What every file of every rank has: a crash may leave one rank behind another."""
         lengths = [layer.size() // self._row_bytes for layer in self.layers]
-        return min(self._tokens.size() // _TOKEN_BYTES, *lengths)
+        lengths.append(self._tokens.size() // _TOKEN_BYTES)
+        for rank in range(self._ranks):
+            if rank != self._rank:
+                lengths += self._lengths_of(rank, layers)
+        return min(lengths)
+
+    def _lengths_of(self, rank: int, layers: int) -> Iterator[int]:
+        widths = {f"layer.{index:03d}.r{rank}": self._row_bytes for index in range(layers)}
+        for name, width in {**widths, f"tokens.r{rank}": _TOKEN_BYTES}.items():
+            try:
+                yield self._file(name).size() // width
+            except FileNotFoundError:
+                yield 0
 
     def _write_record(self, record: Record) -> None:
-        self._description.replace(record.encode())
+        if self._rank == 0:
+            self._description.replace(record.encode())
         self._record = record
+
+
+def _suffix(fingerprint: Fingerprint) -> str:
+    return f".r{fingerprint.rank}" if fingerprint.ranks > 1 else ""
 
 
 def _make_directory(path: Path) -> None:

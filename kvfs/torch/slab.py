@@ -1,4 +1,4 @@
-"""One layer's KV in memory, as attention wants it: head by head."""
+"""K and V of some tokens of one layer in memory, head by head as attention wants them."""
 
 from __future__ import annotations
 
@@ -6,79 +6,59 @@ import numpy as np
 import torch
 
 from kvfs.torch.layout import RowLayout
-from kvfs.torch.staging import POOL
-
-_GROWTH = 1.25
 
 Vectors = np.ndarray[tuple[int, int, int], np.dtype[np.void]]
 
 
-class Slab:
-    """K and V of one layer, `[K,V][kv_head][capacity][head_dim]`.
+class Heads:
+    """Tokens of one layer as `[K,V][batch][kv_head][capacity][head_dim]`, in memory lent to it.
 
     Files are token-major and this is head-major: attention over K and V that lie scattered
-    as in a file costs a decoding step 30 %, and the copy that turns one into the other in
-    pieces runs at ten times the speed of the mount.
+    as in a file costs a decoding step 5 to 15 %. A slab of the pool is seen so, and so is a
+    workspace, in which a whole layer stands.
     """
 
-    def __init__(self, layout: RowLayout, tokens: int) -> None:
-        """Room for at least `tokens` tokens, whose content is undefined."""
-        self._layout = layout
-        self._buffer = POOL.take(max(1, tokens) * layout.row_bytes)
-        self.capacity = len(self._buffer) // layout.row_bytes
+    def __init__(self, memory: torch.Tensor, layout: RowLayout) -> None:
+        """`memory` is uint8, shape [n]; as many tokens as fit, and what is in it stays."""
+        self.layout = layout
+        self.capacity = memory.numel() // layout.row_bytes
         # A tensor made under inference mode could not be written to outside it.
         with torch.inference_mode(False):
-            flat = torch.frombuffer(
-                self._buffer, dtype=layout.dtype, count=self.capacity * layout.elements
-            )
-            self._kv = flat.view(2, layout.kv_heads, self.capacity, layout.head_dim)
+            flat = memory[: self.capacity * layout.row_bytes].view(layout.dtype)
+            self.kv = flat.view(2, layout.batch, layout.kv_heads, self.capacity, layout.head_dim)
+        # Between rows and heads numpy copies vectors at 15 GB/s, torch at 10, and numpy does
+        # not wait for threads that a busy machine has put aside.
+        used = memory.numpy()[: self.capacity * layout.row_bytes].view(_vector(layout))
+        self._vectors: Vectors = used.reshape(2, layout.heads, self.capacity)
 
-    def put(self, at: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store K and V, each `[1, kv_heads, n, head_dim]`, as tokens at..at+n-1."""
-        end = at + keys.shape[-2]
-        self._kv[0, :, at:end].copy_(keys.detach()[0])
-        self._kv[1, :, at:end].copy_(values.detach()[0])
+    def put(self, at: int, kv: torch.Tensor) -> None:
+        """Store K and V, `[2, batch, kv_heads, n, head_dim]`, as tokens at..at+n-1."""
+        self.kv.narrow(3, at, kv.shape[3]).copy_(kv)
 
-    def keys(self, tokens: int) -> torch.Tensor:
-        """K of the first `tokens` tokens: a view `[1, kv_heads, tokens, head_dim]`."""
-        return self._kv[0, :, :tokens].unsqueeze(0)
+    def part(self, first: int, last: int) -> torch.Tensor:
+        """Tokens first..last-1: a view `[2, batch, kv_heads, last-first, head_dim]`."""
+        return self.kv.narrow(3, first, last - first)
 
-    def values(self, tokens: int) -> torch.Tensor:
-        """V of the first `tokens` tokens: a view `[1, kv_heads, tokens, head_dim]`."""
-        return self._kv[1, :, :tokens].unsqueeze(0)
+    def put_rows(self, at: int, rows: memoryview) -> None:
+        """Store whole rows of a file as tokens at, at+1, ..."""
+        by_token = _by_token(rows, self.layout)
+        self._vectors[:, :, at : at + len(by_token)] = by_token.transpose(1, 2, 0)
 
-    def put_rows(self, at: int, rows: memoryview) -> int:
-        """Store whole rows of a file as tokens at, at+1, ...; returns how many they are."""
-        count = len(rows) // self._layout.row_bytes
-        self._heads()[:, :, at : at + count] = self._by_token(rows).transpose(1, 2, 0)
-        return count
+    def get_rows(self, first: int, last: int, into: memoryview) -> None:
+        """Write tokens first..last-1 as rows of a file to `into`, which they fill."""
+        _by_token(into, self.layout)[:] = self._vectors[:, :, first:last].transpose(2, 0, 1)
 
-    def get_rows(self, first: int, last: int, into: memoryview) -> memoryview:
-        """Tokens first..last-1 as rows of a file, written to the start of `into`."""
-        rows = into[: (last - first) * self._layout.row_bytes]
-        self._by_token(rows)[:] = self._heads()[:, :, first:last].transpose(2, 0, 1)
-        return rows
 
-    def grown(self, used: int, tokens: int) -> Slab:
-        """A larger slab with the first `used` tokens of this one, which is freed."""
-        larger = Slab(self._layout, max(tokens, int(self.capacity * _GROWTH)))
-        larger._kv[:, :, :used].copy_(self._kv[:, :, :used])
-        self.free()
-        return larger
+def rows_of(kv: torch.Tensor) -> memoryview:
+    """K and V, `[2, batch, kv_heads, n, head_dim]`, as n rows of a file."""
+    by_token = kv.permute(3, 0, 1, 2, 4).contiguous()
+    return by_token.view(torch.uint8).numpy().data.cast("B")
 
-    def free(self) -> None:
-        """Hand the memory to the pool; the slab and its views must not be used again."""
-        POOL.give(self._buffer)
 
-    def _heads(self) -> Vectors:
-        """`[K,V][kv_head][capacity]`, each item the bytes of one head's vector."""
-        used = self.capacity * self._layout.row_bytes
-        vectors = np.frombuffer(self._buffer, self._vector(), count=used // self._vector().itemsize)
-        return vectors.reshape(2, self._layout.kv_heads, self.capacity)
+def _by_token(rows: memoryview, layout: RowLayout) -> Vectors:
+    """`[token][K,V][head]`, each item the bytes of one head's vector."""
+    return np.frombuffer(rows, _vector(layout)).reshape(-1, 2, layout.heads)
 
-    def _by_token(self, rows: memoryview) -> Vectors:
-        """`[token][K,V][kv_head]`, each item the bytes of one head's vector."""
-        return np.frombuffer(rows, self._vector()).reshape(-1, 2, self._layout.kv_heads)
 
-    def _vector(self) -> np.dtype[np.void]:
-        return np.dtype((np.void, self._layout.head_dim * self._layout.dtype.itemsize))
+def _vector(layout: RowLayout) -> np.dtype[np.void]:
+    return np.dtype((np.void, layout.head_dim * layout.dtype.itemsize))

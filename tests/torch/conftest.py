@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +65,11 @@ def make_model() -> ModelMaker:
             "pad_token_id": 0,
             "eos_token_id": None,
         }
-        kind = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral"}[name]
+        kinds = {"llama": "Llama", "qwen2": "Qwen2", "mistral": "Mistral", "gemma3": "Gemma3Text"}
+        kind = kinds[name]
         torch.manual_seed(seed)
         built = getattr(transformers, f"{kind}Config")(**{**shape, **config})
-        model = getattr(transformers, f"{kind}ForCausalLM")(built)
+        model = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(built)
         return model.to(dtype or torch.float32).eval()
 
     return make
@@ -81,10 +83,11 @@ def model(make_model: ModelMaker) -> PreTrainedModel:
 
 @pytest.fixture
 def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buffers that grow often, slabs that fill within a turn, reads of several requests."""
+    """Slabs that fill within a turn, workspaces that grow, reads of several requests."""
     pytest.importorskip("torch")
-    monkeypatch.setattr("kvfs.torch.staging.SLAB_BYTES", 4096)
-    monkeypatch.setattr("kvfs.torch.layer.SLAB_BYTES", 4096)
+    from kvfs.torch import HotPool
+
+    monkeypatch.setattr("kvfs.torch.cache.HotPool", partial(HotPool, slab_bytes=4096))
     monkeypatch.setattr("kvfs.torch.staging._PIECE_BYTES", 4096)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,10 @@ def test_a_forward_that_fails_leaves_no_trace(
         with pytest.raises(Broken):
             fill(model, cache, prompt(50, seed=1))
         handle.remove()
+        # Others may have its workspaces at once.
+        assert cache.pool.free_slabs == (
+            (cache.pool.budget_bytes - cache.pool.used_bytes) // cache.pool.slab_bytes
+        )
         assert cache.get_seq_length() == 30
         cache.sync()
         assert sizes(cache.path) == [30 * ROW_BYTES] * 8
@@ -198,19 +203,19 @@ def test_a_cut_that_fails_is_made_before_the_next_write(
 def test_a_crop_waits_for_a_read_that_runs(
     kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, started = SessionFile.stream, threading.Event()
+    real, started = SessionFile.open_direct, threading.Event()
 
-    def slow(self: SessionFile, memory: memoryview, nbytes: int) -> Iterator[memoryview]:
+    def slow(self: SessionFile) -> int:
         started.set()
         time.sleep(0.05)
-        return real(self, memory, nbytes)
+        return real(self)
 
     reference = DynamicCache()
     with KVFSCache.open(kv_directory, "agent", model) as cache:
         for one in (reference, cache):
             fill(model, one, prompt(30))
         cache.release()
-        monkeypatch.setattr(SessionFile, "stream", slow)
+        monkeypatch.setattr(SessionFile, "open_direct", slow)
         cache.prefetch(2)
         assert started.wait(5)
         for one in (reference, cache):
@@ -284,3 +289,93 @@ def test_a_dead_daemon_is_an_error_and_the_next_mount_has_what_was_written(
         assert resumed.tokens == prompt(40)[0].tolist()
         ids = prompt(5, seed=1)
         assert torch.equal(fill(model, resumed, ids), fill(model, reference, ids))
+
+
+def test_after_the_daemon_died_reopen_goes_on(
+    mounter: Mounter, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    reference = DynamicCache()
+    mounter.mount()
+    with KVFSCache.open(mounter.mountpoint, "agent", model) as cache:
+        for one in (reference, cache):
+            fill(model, one, prompt(40))
+        cache.end_round()
+        cache.release()
+        for one in (reference, cache):
+            fill(model, one, prompt(7, seed=1))
+        mounter.kill()
+        began = time.monotonic()
+        # What is hot needs no daemon; what is to be written, or is not hot, does.
+        for one in (reference, cache):
+            fill(model, one, prompt(2, seed=2))
+        for call in (cache.sync, cache.release, cache.end_round, cache.reopen):
+            with pytest.raises(OSError, match="agent"):
+                call()
+        assert time.monotonic() - began < 20
+
+        mounter.mount()
+        assert cache.reopen() == 0
+        assert cache.get_seq_length() == 49
+        assert cache.rounds == [40]
+        cache.sync()
+        assert sizes(cache.path) == [49 * ROW_BYTES] * 8
+        cache.release()
+        ids = prompt(5, seed=3)
+        assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
+    with KVFSCache.open(mounter.mountpoint, "agent", model) as again:
+        assert again.get_seq_length() == 54
+
+
+@pytest.mark.usefixtures("small_slabs")
+@pytest.mark.parametrize("hot", [False, True])
+def test_reopen_writes_again_what_files_lack_and_is_hot_and_crops_the_rest(
+    hot: bool,
+    kv_directory: Path,
+    model: PreTrainedModel,
+    prompt: Prompt,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reference = DynamicCache()
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
+        for seed in range(2):
+            for one in (reference, cache):
+                fill(model, one, prompt(32, seed=seed))
+            cache.end_round()
+        if not hot:
+            cache.demote_oldest_round()
+        # As after a power cut: what was written last is gone.
+        os.truncate(cache.path / "layer.005", 20 * ROW_BYTES)
+        description = json.loads((cache.path / "session.json").read_text())
+        (cache.path / "session.json").write_text(json.dumps({**description, "rounds": []}))
+        lost = cache.reopen()
+        if hot:
+            assert (lost, cache.rounds) == (0, [32, 64])
+        else:
+            assert (lost, cache.rounds) == (44, [])
+            assert "44 tokens were neither in its files nor hot" in caplog.text
+            reference.crop(-44)
+        assert (
+            cache.tokens == [*prompt(32)[0].tolist(), *prompt(32, seed=1)[0].tolist()][: 64 - lost]
+        )
+        assert sizes(cache.path) == [(64 - lost) * ROW_BYTES] * 8
+        ids = prompt(5, seed=3)
+        assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
+
+
+def test_reopen_after_a_forward_that_died_with_the_daemon(
+    mounter: Mounter, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    reference = DynamicCache()
+    mounter.mount()
+    with KVFSCache.open(mounter.mountpoint, "agent", model) as cache:
+        for one in (reference, cache):
+            fill(model, one, prompt(40))
+        cache.release()
+        mounter.kill()
+        with pytest.raises(OSError, match=r"layer\.000"):
+            fill(model, cache, prompt(5, seed=1))
+        mounter.mount()
+        assert cache.reopen() == 0
+        ids = prompt(5, seed=1)
+        assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
+        assert cache.tokens == [*prompt(40)[0].tolist(), *ids[0].tolist()]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,16 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvfs.torch import mounts
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout
-from kvfs.torch.slab import Slab
-from kvfs.torch.staging import SLAB_BYTES, BufferPool, staging
+from kvfs.torch.ranges import Ranges, after, placed, runs, total, union, without
+from kvfs.torch.slab import Heads, rows_of
+from kvfs.torch.source import MAP_ATTRIBUTE, Segment, covers, mapped_rows, opened
+from kvfs.torch.staging import staging
 
 MOUNTINFO = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 40 22 0:33 / /mnt/kv rw,nosuid shared:5 - fuse.kvfs kvfs rw
@@ -46,56 +52,25 @@ def test_mount_of(path: str, fstype: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert mounts.mount_of(path).fstype == fstype
 
 
-def test_pool_gives_back_what_fits() -> None:
-    pool = BufferPool()
-    small, large = pool.take(1), pool.take(5 * SLAB_BYTES)
-    assert (len(small), len(large)) == (SLAB_BYTES, 5 * SLAB_BYTES)
-    pool.give(small)
-    pool.give(large)
-    assert pool.take(4 * SLAB_BYTES) is large
-    assert pool.take(4 * SLAB_BYTES) is not small
-    assert pool.take(SLAB_BYTES) is small
-
-
-def test_pool_does_not_keep_more_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvfs.torch.staging._IDLE_LIMIT", 2 * SLAB_BYTES)
-    pool = BufferPool()
-    taken = [pool.take(1) for _ in range(3)]
-    for buffer in taken:
-        pool.give(buffer)
-    again = [pool.take(1) for _ in range(3)]
-    assert again[2] not in taken
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slabs_are_head_major_and_files_token_major(dtype: torch.dtype) -> None:
-    layout = RowLayout(kv_heads=2, head_dim=4, dtype=dtype)
-    keys = torch.arange(24, dtype=dtype).view(1, 2, 3, 4)
-    values = -keys
-    slab = Slab(layout, tokens=1)
-    slab.put(5, keys, values)
-    assert torch.equal(slab.keys(8)[:, :, 5:], keys)
-    assert torch.equal(slab.values(8)[:, :, 5:], values)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_memory_is_head_major_and_files_token_major(dtype: torch.dtype, batch: int) -> None:
+    layout = RowLayout(kv_heads=2, head_dim=4, dtype=dtype, batch=batch)
+    kv = torch.randn(2, batch, 2, 3, 4).to(dtype)
+    heads = Heads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
+    heads.put(5, kv)
+    assert torch.equal(heads.part(5, 8), kv)
 
-    rows = slab.get_rows(5, 8, memoryview(bytearray(1000)))
-    expected = torch.stack([keys[0].transpose(0, 1), values[0].transpose(0, 1)], dim=1)
-    assert torch.equal(torch.frombuffer(rows, dtype=dtype).view(3, 2, 2, 4), expected)
+    rows = memoryview(bytearray(3 * layout.row_bytes))
+    heads.get_rows(5, 8, rows)
+    assert rows == rows_of(kv)
+    by_token = torch.frombuffer(rows, dtype=dtype).view(3, 2, batch, 2, 4)
+    assert torch.equal(by_token.permute(1, 2, 3, 0, 4), kv)
 
-    other = Slab(layout, tokens=1)
-    assert other.put_rows(1, rows) == 3
-    assert torch.equal(other.keys(4)[:, :, 1:], keys)
-    assert torch.equal(other.values(4)[:, :, 1:], values)
-
-
-def test_a_grown_slab_keeps_its_rows() -> None:
-    layout = RowLayout(kv_heads=2, head_dim=64, dtype=torch.float32)
-    slab = Slab(layout, tokens=1)
-    rows = torch.randn(1, 2, slab.capacity, 64)
-    slab.put(0, rows, rows)
-    used = slab.capacity
-    larger = slab.grown(used, used + 1)
-    assert larger.capacity > used
-    assert torch.equal(larger.keys(used), rows)
+    other = Heads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
+    other.put_rows(1, memoryview(bytes(rows)))
+    assert torch.equal(other.part(1, 4), kv)
+    assert not other.part(0, 1).any() and not other.part(4, 5).any()
 
 
 @pytest.fixture
@@ -106,18 +81,77 @@ def plain_file(tmp_path: Path) -> SessionFile:
     return SessionFile(os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY), path)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 8192, 8193, 20_000])
-def test_any_size_is_read_in_aligned_pieces(nbytes: int, plain_file: SessionFile) -> None:
-    memory = memoryview(mmap.mmap(-1, 8192))
-    pieces = [bytes(piece) for piece in plain_file.stream(memory, nbytes)]
-    assert b"".join(pieces) == plain_file.path.read_bytes()[:nbytes]
-    assert [len(piece) for piece in pieces[:-1]] == [8192] * (len(pieces) - 1)
+WIDE = RowLayout(kv_heads=1, head_dim=25, dtype=torch.float32)
+"""Rows of 200 bytes: 100 of them in the file, and none but each 512th begins on a page."""
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(0, 0), (0, 1), (0, 100), (3, 100), (41, 42), (63, 97), (99, 100)]
+)
+def test_any_rows_are_read(first: int, last: int, plain_file: SessionFile) -> None:
+    with opened(plain_file, WIDE) as source:
+        pieces = [bytes(rows) for rows in source.rows(first, last)]
+        assert source.moved.mount == (last - first) * 200
+        assert not source.mapped
+    assert b"".join(pieces) == plain_file.path.read_bytes()[first * 200 : last * 200]
+    assert all(len(piece) % 200 == 0 for piece in pieces)
 
 
 def test_a_file_that_is_too_short_is_an_error(plain_file: SessionFile) -> None:
-    memory = memoryview(mmap.mmap(-1, 8192))
-    with pytest.raises(OSError, match=r"file ends at 20000, 1 bytes early.*layer\.000"):
-        list(plain_file.stream(memory, 20_001))
+    with (
+        pytest.raises(OSError, match=r"file ends at 20000, .* bytes early.*layer\.000"),
+        opened(plain_file, WIDE) as source,
+    ):
+        list(source.rows(0, 101))
+
+
+@given(
+    cuts=st.lists(st.integers(1, 999), unique=True, max_size=6).map(sorted),
+    hole=st.integers(0, 6),
+    bounds=st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted),
+)
+def test_mapped_rows_are_the_bytes_of_the_file_wherever_segments_meet(
+    cuts: list[int], hole: int, bounds: list[int]
+) -> None:
+    content, width = bytes(range(250)) * 4, 25
+    edges = [0, *cuts, 1000]
+    segments = [
+        Segment(at, memoryview(content)[at:end])
+        for number, (at, end) in enumerate(pairwise(edges))
+        if number != hole
+    ]
+    begin, end = bounds[0] * width, bounds[1] * width
+    there = {at for segment in segments for at in range(segment.at, segment.end)}
+    assert covers(segments, begin, end) == (set(range(begin, end)) <= there)
+    if covers(segments, begin, end):
+        pieces = [bytes(piece) for piece in mapped_rows(segments, begin, end, width)]
+        assert b"".join(pieces) == content[begin:end]
+        assert all(len(piece) % width == 0 for piece in pieces)
+
+
+def test_what_the_daemon_offers_is_mapped(tmp_path: Path) -> None:
+    """The attribute as the daemon gives it, on a filesystem that stores any attribute."""
+    content = os.urandom(30_000)
+    layer, warm = tmp_path / "layer.000", tmp_path / "session.kvmap"
+    layer.write_bytes(content)
+    warm.write_bytes(bytes(5000) + content[:12_000] + bytes(70_000) + content[12_000:])
+    told = [
+        {"path": str(warm), "offset": 5000, "length": 12_000, "at": 0},
+        {"path": str(warm), "offset": 87_000, "length": 18_000, "at": 12_000},
+    ]
+    offer = json.dumps({"version": 1, "size": 30_000, "segments": told}).encode()
+    try:
+        os.setxattr(layer, MAP_ATTRIBUTE, offer)
+    except OSError:
+        pytest.skip(f"{tmp_path} has no user attributes")
+    file = SessionFile(os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY), layer)
+    with opened(file, WIDE) as source:
+        assert b"".join(map(bytes, source.rows(7, 150))) == content[1400:30_000]
+        assert (source.moved.mapped, source.moved.mount) == (28_600, 0)
+    warm.unlink()
+    with opened(file, WIDE) as source:
+        assert b"".join(map(bytes, source.rows(7, 150))) == content[1400:30_000]
+        assert (source.moved.mapped, source.moved.mount) == (0, 28_600)
 
 
 def test_a_filesystem_without_direct_io_is_read_plainly(
@@ -132,8 +166,8 @@ def test_a_filesystem_without_direct_io_is_read_plainly(
         return real(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", open_without_direct)
-    memory = memoryview(mmap.mmap(-1, 1 << 16))
-    (content,) = plain_file.stream(memory, 20_000)
+    with opened(plain_file, WIDE) as source:
+        content = b"".join(map(bytes, source.rows(0, 100)))
     assert refused == ["layer.000"]
     assert content == plain_file.path.read_bytes()
 
@@ -153,3 +187,21 @@ def test_errors_carry_the_full_name(plain_file: SessionFile) -> None:
         with pytest.raises(FileNotFoundError) as failed:
             call()
         assert failed.value.filename == str(gone.path)
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=6)
+
+
+@given(spans=SPANS, count=st.integers(0, 50))
+def test_ranges_are_sets_of_tokens(spans: Ranges, count: int) -> None:
+    def tokens(ranges: Ranges) -> list[int]:
+        return [token for first, end in ranges for token in range(first, end)]
+
+    joined = union(spans)
+    assert tokens(joined) == sorted(set(tokens(spans)))
+    assert total(joined) == len(tokens(joined))
+    assert tokens(after(joined, count)) == tokens(joined)[count:]
+    assert tokens(without(joined, 40)) == sorted(set(range(40)) - set(tokens(joined)))
+    assert list(runs(tokens(joined))) == joined
+    for place, first, end in placed(joined):
+        assert tokens(joined)[place : place + end - first] == list(range(first, end))

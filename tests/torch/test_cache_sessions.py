@@ -251,19 +251,11 @@ def test_names_that_cannot_be_used(name: str, kv_directory: Path, model: PreTrai
         KVFSCache.open(kv_directory, name, model)
 
 
-def test_batches_and_beams_are_refused_and_leave_no_trace(
-    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
-) -> None:
-    ids = prompt(6)
+def test_a_session_stores_token_ids(kv_directory: Path, model: PreTrainedModel) -> None:
     with KVFSCache.open(kv_directory, "agent", model) as cache:
-        with pytest.raises(ValueError, match="one sequence, not a batch of 2"):
-            fill(model, cache, ids.repeat(2, 1))
-        with pytest.raises(ValueError, match="one sequence"):
-            model.generate(ids, cache=cache, num_beams=3, max_new_tokens=4)  # type: ignore[operator]
         with pytest.raises(ValueError, match="input_ids"):
             model(inputs_embeds=torch.zeros(1, 4, 96), cache=cache)
         assert cache.get_seq_length() == 0
-        assert torch.equal(fill(model, cache, ids), fill(model, DynamicCache(), ids))
 
 
 def test_a_model_that_was_not_opened_with_the_session_is_refused(

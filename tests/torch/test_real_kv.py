@@ -8,6 +8,7 @@ from pathlib import Path
 from scripts.demo import AGENTS, load_model, read_script
 
 TOKENS = 2048
+TOKENS_PAGED = 512
 
 
 def text() -> str:
@@ -40,3 +41,21 @@ def test_real_bf16_kv_shrinks_and_comes_back_bit_for_bit(kv_directory: Path) -> 
     stored = sum(path.stat().st_blocks * 512 for path in layers)
     assert size == 30 * TOKENS * 2 * 3 * 64 * 2
     assert size / stored >= 1.45
+
+
+def test_a_real_model_pages_and_gives_the_same_tokens(kv_directory: Path) -> None:
+    import torch
+    from transformers import DynamicCache
+
+    from kvfs.torch import HotPool, KVFSCache
+
+    model, tokenizer = load_model()
+    ids = tokenizer(text(), return_tensors="pt").input_ids[:, :TOKENS_PAGED]
+    options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, cache=DynamicCache(), **options)  # type: ignore[operator]
+    # A third of the session's 30 layers x 8 slabs of 64 tokens.
+    pool = HotPool(5 << 20, slab_bytes=48 << 10)
+    with KVFSCache.open(kv_directory, "agent", model, pool=pool) as cache:
+        assert torch.equal(model.generate(ids, cache=cache, **options), expected)  # type: ignore[operator]
+        assert cache.counters.fetched_blocks > 12 * 100
+        assert cache.resident_bytes <= pool.budget_bytes

@@ -1,0 +1,259 @@
+"""Hot memory: equal slabs and workspaces under one budget, for all sessions of a process.
+
+KV is kept in slabs of one size, a block of tokens of one layer each, so that no churn of
+sessions can fragment it. Attention wants a layer in one piece: its slabs are gathered in a
+workspace. Two workspaces are the least a forward needs: one for the layer that computes,
+one for the layer that is being fetched. Where the budget has room each layer keeps its
+own, and only new tokens are copied.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from kvfs.tiers.handles import HandleTable
+from kvfs.torch.errors import HotBudgetError
+from kvfs.torch.layout import RowLayout
+from kvfs.torch.slab import Heads
+from kvfs.torch.staging import page_aligned, whole_pages
+
+DEFAULT_BUDGET_BYTES = 128 << 20
+SLAB_BYTES = 256 << 10
+WORKSPACES = 2
+_GROWTH = 1.25
+
+
+class Slab:
+    """Memory of the pool, and how it was last seen: making a view anew costs 20 us."""
+
+    def __init__(self, nbytes: int) -> None:
+        """`nbytes`, page-aligned and touched."""
+        self.nbytes = nbytes
+        with torch.inference_mode(False):
+            self._memory = torch.frombuffer(page_aligned(nbytes), dtype=torch.uint8)
+        self._view: Heads | None = None
+
+    def seen_as(self, layout: RowLayout) -> Heads:
+        """As K and V of that shape; what is in it stays."""
+        if self._view is None or self._view.layout != layout:
+            self._view = Heads(self._memory, layout)
+        return self._view
+
+
+class Workspace(Slab):
+    """Memory for one layer in one piece; `content` says what its first `valid` tokens are."""
+
+    content: object = None
+    valid: int = 0
+
+
+@dataclass
+class _Lent:
+    """The workspaces of one owner, and whether a forward of it runs."""
+
+    spaces: list[Workspace] = field(default_factory=list)
+    active: bool = False
+
+
+class HotPool:
+    """The hot bytes that the caches of a process share. Safe to use from several threads.
+
+    `on_pressure(nbytes)` is called, if it is set, when slabs of `nbytes` are wanted and not
+    that many are free within the budget; it is called by the thread that uses a cache,
+    before its forward takes them, so whoever owns the sessions may demote others then.
+    """
+
+    def __init__(self, budget_bytes: int | None = None, slab_bytes: int = SLAB_BYTES) -> None:
+        """`budget_bytes` counts slabs and workspaces.
+
+        Without one it is 128 MiB, and is raised to two layers of the longest session.
+
+        Raises:
+            ValueError: a slab is not whole pages, or not even two fit the budget.
+        """
+        if slab_bytes <= 0 or slab_bytes != whole_pages(slab_bytes):
+            raise ValueError(f"a slab of {slab_bytes} bytes is not a whole number of pages")
+        if budget_bytes is not None and budget_bytes < 2 * slab_bytes:
+            raise HotBudgetError(
+                f"a hot budget of {budget_bytes} bytes holds less than two slabs of "
+                f"{slab_bytes}: give more bytes, or smaller slabs"
+            )
+        self.slab_bytes = slab_bytes
+        self.on_pressure: Callable[[int], None] | None = None
+        self.handles = HandleTable()
+        self._lock = threading.RLock()
+        self._budget = DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes
+        self._may_rise = budget_bytes is None
+        self._slabs: list[Slab | None] = []
+        self._idle: list[int] = []
+        self._blank: list[int] = []
+        self._lent: OrderedDict[object, _Lent] = OrderedDict()
+        self._space_bytes = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """The most that slabs and workspaces take together."""
+        return self._budget
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slabs that hold KV."""
+        return self.used_slabs * self.slab_bytes
+
+    @property
+    def used_slabs(self) -> int:
+        """Slabs that hold KV."""
+        return len(self._slabs) - len(self._idle) - len(self._blank)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspaces."""
+        return self._space_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the pool has from the system: slabs in use and idle, and workspaces."""
+        return (len(self._slabs) - len(self._blank)) * self.slab_bytes + self._space_bytes
+
+    @property
+    def free_slabs(self) -> int:
+        """How many slabs can be taken now; workspaces of owners that rest make room."""
+        with self._lock:
+            busy = (lent.spaces for lent in self._lent.values() if lent.active)
+            taken = sum(space.nbytes for spaces in busy for space in spaces)
+            return max(0, self._budget - self.used_bytes - taken) // self.slab_bytes
+
+    def slab(self, place: int, layout: RowLayout) -> Heads:
+        """A slab that was taken, as K and V of that shape."""
+        slab = self._slabs[place]
+        assert slab is not None
+        return slab.seen_as(layout)
+
+    def take(self, count: int) -> list[int]:
+        """The places of up to `count` slabs, as many as are free; their content is undefined."""
+        with self._lock:
+            while self._free_now() < count and self._drop_a_workspace():
+                pass
+            return [self._take() for _ in range(min(count, max(0, self._free_now())))]
+
+    def give(self, places: list[int]) -> None:
+        """Take slabs back. Whoever still looks at one sees the next user's bytes."""
+        with self._lock:
+            self._idle += places
+
+    def press(self, slabs: int) -> None:
+        """Ask the owner of the sessions for room, if so many slabs are not free."""
+        missing = slabs - self.free_slabs
+        if missing > 0 and self.on_pressure is not None:
+            self.on_pressure(missing * self.slab_bytes)
+
+    def require(self, nbytes: int) -> None:
+        """The budget is at least `nbytes`, two layers of a session, or is raised to it.
+
+        Raises:
+            HotBudgetError: it was given as less.
+        """
+        with self._lock:
+            if nbytes > self._budget and not self._may_rise:
+                raise HotBudgetError(
+                    f"hot memory of {self._budget} bytes is less than two layers of a session "
+                    f"({nbytes} bytes): give a larger budget, or none"
+                )
+            self._budget = max(self._budget, nbytes)
+
+    def lend(self, owner: object, nbytes: int, want: int, slabs: int) -> list[Workspace] | None:
+        """Workspaces of at least `nbytes` each, for a forward that will take `slabs` slabs.
+
+        Two, and up to `want` where room for the slabs remains. They stay the owner's until
+        `forgo`, or, once it rests, until slabs or another owner want the bytes.
+        None: slabs take the room of the two, so that some must be given back first.
+
+        Raises:
+            HotBudgetError: two of them are more than the whole budget.
+        """
+        need = whole_pages(nbytes)
+        with self._lock:
+            self.require(WORKSPACES * need)
+            lent = self._lent.setdefault(owner, _Lent())
+            self._lent.move_to_end(owner)
+            lent.active = True
+            # The smallest ones first in line to go.
+            lent.spaces.sort(key=lambda space: space.nbytes, reverse=True)
+            while lent.spaces and lent.spaces[-1].nbytes < need:
+                self._drop(lent)
+            kept = slabs * self.slab_bytes
+            while len(lent.spaces) > WORKSPACES and not self._make_room(kept):
+                self._drop(lent)
+            # Larger ones if that fits, so that a session that grows need not come each time.
+            roomy = whole_pages(int(need * _GROWTH))
+            if not lent.spaces and self._make_room(WORKSPACES * roomy + kept):
+                self._fill(lent, WORKSPACES, roomy, keep=kept)
+            self._fill(lent, WORKSPACES, need, keep=0)
+            if len(lent.spaces) < WORKSPACES:
+                return None
+            self._fill(lent, want, lent.spaces[0].nbytes, keep=kept)
+            return list(lent.spaces)
+
+    def rest(self, owner: object) -> None:
+        """The owner's forward is over: its workspaces may go if others want the bytes."""
+        with self._lock:
+            if owner in self._lent:
+                self._lent[owner].active = False
+
+    def forgo(self, owner: object) -> None:
+        """The owner's workspaces are not needed any more."""
+        with self._lock:
+            lent = self._lent.pop(owner, _Lent())
+            while lent.spaces:
+                self._drop(lent)
+
+    # Under the lock
+
+    def _free_now(self) -> int:
+        return (self._budget - self.used_bytes - self._space_bytes) // self.slab_bytes
+
+    def _take(self) -> int:
+        if self._idle:
+            return self._idle.pop()
+        place = self._blank.pop() if self._blank else len(self._slabs)
+        if place == len(self._slabs):
+            self._slabs.append(None)
+        self._slabs[place] = Slab(self.slab_bytes)
+        return place
+
+    def _fill(self, lent: _Lent, count: int, nbytes: int, keep: int) -> None:
+        """Up to `count` workspaces, as long as `keep` bytes remain for slabs."""
+        while len(lent.spaces) < count and self._make_room(nbytes + keep):
+            self._add(lent, nbytes)
+
+    def _make_room(self, nbytes: int) -> bool:
+        while not self._has_room(nbytes) and self._drop_a_workspace():
+            pass
+        return self._has_room(nbytes)
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self.used_bytes + self._space_bytes + nbytes <= self._budget
+
+    def _add(self, lent: _Lent, nbytes: int) -> None:
+        while self._idle and self.allocated_bytes + nbytes > self._budget:
+            place = self._idle.pop()
+            self._slabs[place] = None
+            self._blank.append(place)
+        lent.spaces.append(Workspace(nbytes))
+        self._space_bytes += nbytes
+
+    def _drop_a_workspace(self) -> bool:
+        """Of the owner that rests longest."""
+        for lent in self._lent.values():
+            if lent.spaces and not lent.active:
+                self._drop(lent)
+                return True
+        return False
+
+    def _drop(self, lent: _Lent) -> None:
+        self._space_bytes -= lent.spaces.pop().nbytes
