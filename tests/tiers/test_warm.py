@@ -17,7 +17,6 @@ from kvfs.engine.buffer import InRing, Kept, Place
 from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
 from kvfs.engine.io import InlineExecutor
 from kvfs.tiers import oplog, warm
-from kvfs.tiers.oplog import CHUNK_SIZE
 from kvfs.tiers.warm import WarmTier
 
 UUID, TOKEN, OTHER = b"u" * 16, b"t" * 16, b"o" * 16
