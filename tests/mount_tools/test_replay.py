@@ -243,6 +243,6 @@ def test_the_default_gains_on_a_chat_service() -> None:
 @pytest.mark.skipif(TRACES is None, reason="KVFS_TRACES names no directory of real traces")
 @pytest.mark.parametrize(("hours", "least"), [(4, 12), (24, 0.5)])
 def test_the_default_gains_on_coding_agents(hours: int, least: float) -> None:
-    gained = gains("agent_turns.csv", "--window-hours", str(hours), "--size", "1", "--size", "5")
-    assert gained[1.0] >= least
-    assert gained[5.0] >= -0.5
+    window = ("--window-hours", str(hours))
+    assert gains("agent_turns.csv", *window, "--size", "1")[1.0] >= least
+    assert gains("agent_turns.csv", *window, "--size", "5")[5.0] >= -0.5
