@@ -30,6 +30,7 @@ from rich.table import Table
 from simulated_tier import SimulatedTier, drive
 
 from kvfs.tiers.budget import Bandwidth, Budget
+from kvfs.tiers.hints import parse
 from kvfs.tiers.planner import Planner
 from kvfs.tiers.predict import PredictOptions, Predictor
 
@@ -171,10 +172,12 @@ def simulate(
             case "ends":
                 tier.grew(event.session, event.tokens * token_bytes)
                 planner.saw_use(event.session, event.time)
-                planner.hint(event.session, HOT, event.time, tier.size(event.session))
+                planner.hint(event.session, parse(HOT), event.time, tier.size(event.session))
                 last_use[event.session] = event.time
             case hint:
-                planner.hint(event.session, hint.encode(), event.time, tier.size(event.session))
+                planner.hint(
+                    event.session, parse(hint.encode()), event.time, tier.size(event.session)
+                )
     while tier.up and tick < event.time + 2 * variant.idle_seconds:
         tier.goes_on(tick)
         planner.tick(tick)

@@ -38,6 +38,7 @@ from simulated_tier import SimulatedTier, drive
 
 from kvfs.tiers import profiles
 from kvfs.tiers.budget import Bandwidth, Budget
+from kvfs.tiers.hints import ToolDone, ToolStarted
 from kvfs.tiers.planner import Planner
 from kvfs.tiers.predict import PredictOptions, Predictor
 from kvfs.tiers.shards import shard_of
@@ -134,7 +135,7 @@ def simulate(scenario: str, load: Load) -> Simulated:
             planner.tick(next_tick)
             next_tick += 1.0
         if what == "tool_done":
-            planner.hint(session, b"tool_done", now, tier.size(session))
+            planner.hint(session, ToolDone(), now, tier.size(session))
             planner_seconds += time.perf_counter() - started
             continue
         up = tier.up.get(session)
@@ -150,7 +151,7 @@ def simulate(scenario: str, load: Load) -> Simulated:
             gap, is_tool = load.gap(random)
             heapq.heappush(due, (now + gap, session, turn + 1, "turn"))
             if is_tool:
-                planner.hint(session, b"tool_started", now, tier.size(session))
+                planner.hint(session, ToolStarted(), now, tier.size(session))
                 heapq.heappush(due, (now + max(gap - 0.5, 0.0), session, turn, "tool_done"))
     result.wrong = sum(planner.outcomes.wrong.values())
     result.evicted = tier.evicted

@@ -38,6 +38,7 @@ from kvfs.engine.nodes import Node
 from kvfs.engine.store import Store
 from kvfs.mount import control
 from kvfs.mount.loop import drive
+from kvfs.tiers import hints
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.planner import Planner
 from kvfs.tiers.prefetch import LookAhead, Reader
@@ -480,10 +481,12 @@ class Filesystem(pyfuse3.Operations):
     async def _hint(self, ino: int, value: bytes) -> None:
         session, size = await self._run(control.hinted(self._store, ino))
         try:
-            self._planner.hint(session, value, time.monotonic(), size)
+            said = hints.parse(value)
         except ValueError as fault:
             log.debug("a hint for inode %d: %s", ino, fault)
             raise FUSEError(errno.EINVAL) from None
+        self._planner.hint(session, said, time.monotonic(), size)
+        self._uses.hint(session, said)
 
     def _add_handle(self, handle: _Handle) -> int:
         self._next_handle += 1

@@ -43,10 +43,10 @@ class HotStats:
     misses: int = 0
 
 
-Hint = ToolStarted | ToolDone | TurnExpected | HotStats
+Said = ToolStarted | ToolDone | TurnExpected | HotStats
 
 
-def parse(value: bytes) -> Hint:
+def parse(value: bytes) -> Said:
     """Raises ValueError, with what is wrong, for what is no hint."""
     if len(value) > _TEXT_MAX:
         raise ValueError(f"a hint has at most {_TEXT_MAX} bytes")

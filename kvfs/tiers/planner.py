@@ -109,12 +109,11 @@ class Planner:
         self._idle.pop(session, None)
         self._predictor.used(session, now)
 
-    def hint(self, session: int, value: bytes, now: float, size: int) -> None:
-        """Of a session of `size` bytes. Raises ValueError for what is no hint."""
-        hint = hints.parse(value)
-        if isinstance(hint, hints.HotStats):
-            self._hot[session] = hint
-        self._predictor.hint(session, hint, now, size)
+    def hint(self, session: int, said: hints.Said, now: float, size: int) -> None:
+        """Of a session of `size` bytes."""
+        if isinstance(said, hints.HotStats):
+            self._hot[session] = said
+        self._predictor.hint(session, said, now, size)
         self._bring_in(now)
 
     @property

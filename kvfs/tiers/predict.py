@@ -16,7 +16,7 @@ from enum import Enum
 from math import inf
 
 from kvfs.tiers.gaps import Gaps, Outlook
-from kvfs.tiers.hints import Hint, HotStats, ToolDone, ToolStarted, TurnExpected
+from kvfs.tiers.hints import HotStats, Said, ToolDone, ToolStarted, TurnExpected
 from kvfs.tiers.together import WINDOW_SECONDS, Together
 
 # Requests with less between them belong to one turn.
@@ -126,7 +126,7 @@ class Predictor:
         known.size = size
         self._foretell(session, now, now, _SURE, Reason.OPENED)
 
-    def hint(self, session: int, hint: Hint, now: float, size: int) -> None:
+    def hint(self, session: int, hint: Said, now: float, size: int) -> None:
         """Said of a session that has `size` bytes."""
         known = self._sessions.get(session) or self._add(session)
         known.size = size

@@ -10,12 +10,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvfs.engine.policy import Policy
+from kvfs.engine.policy import Hint, Policy
 from kvfs.tiers.heat import HeatMap
+from kvfs.tiers.hints import Said, ToolDone, ToolStarted, TurnExpected
 from kvfs.tiers.slots import SlotTable
 
 _RECENT_MAX = 4096
 _KEPT_MAX = 200_000
+_MEANING = {
+    ToolStarted: Hint.TOOL_RUNNING,
+    ToolDone: Hint.TURN_EXPECTED,
+    TurnExpected: Hint.TURN_EXPECTED,
+}
 
 
 @dataclass(slots=True)
@@ -66,7 +72,17 @@ class Uses:
         recent, self._recent = self._recent, []
         self._files.access([ino for _, ino in recent])
         self._sessions.access([session for session, _ in recent])
-        self.policy.touch(list(dict.fromkeys(session for session, _ in recent)), self.clock())
+        now_s = self.clock()
+        # Each by itself: several at once would be one request's.
+        for session in dict.fromkeys(session for session, _ in recent):
+            self.policy.touch([session], now_s)
+
+    def hint(self, session: int, said: Said) -> None:
+        """What an agent said of its session after its last use."""
+        hint = _MEANING.get(type(said))
+        if hint is not None:
+            self.settle()
+            self.policy.hint([session], hint)
 
     def heat(self, key: int, *, is_session: bool) -> float:
         """H of a file or of a session: the sum of 1 / (now + 1 - tick) over its last uses, a

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvfs.tiers import predict
-from kvfs.tiers.hints import Hint, HotStats, ToolDone, ToolStarted, TurnExpected
+from kvfs.tiers.hints import HotStats, Said, ToolDone, ToolStarted, TurnExpected
 from kvfs.tiers.predict import PredictOptions, Predictor, Reason
 
 SIZE = 1000
@@ -183,7 +183,7 @@ EVENTS = st.lists(st.tuples(WHAT, st.integers(1, 40), st.sampled_from([0, 0.3, 7
 
 @given(EVENTS)
 def test_whatever_happens_it_is_bounded_and_keeps_its_word(
-    events: list[tuple[str | Hint, int, float]],
+    events: list[tuple[str | Said, int, float]],
 ) -> None:
     predictor, now = new(), 0.0
     used: dict[int, float] = {}
