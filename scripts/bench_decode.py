@@ -3,13 +3,15 @@
     python scripts/bench_decode.py [--tokens 512 2048 4096] [--steps 100] [--json FILE]
 
 SmolLM2-135M decodes one token at a time after a prompt of random tokens; the caches take
-turns, token by token, so that each ratio is one of steps that lie next to each other.
+turns, token by token, so that each ratio is one of steps that lie next to each other. Beside the
+clock's ratio stands that of the CPU time of the thread that decodes: with --threads 1 it is the
+cost without what else runs on the machine.
 
 - hot: everything fits, against DynamicCache;
 - paged: hot memory for two layers and half of the session, so that each step brings in the
   other half from the mount, while layers compute.
 
-Then what the handles of a batch of blocks cost when they migrate, without the copy.
+Then what it costs to promote and to demote a batch of blocks, without the copies.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,6 +43,15 @@ KVFS = str(Path(sys.executable).with_name("kvfs"))
 BATCH = 1000
 PAGE = 4096
 PAGED_STEPS = 20
+WARMING_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward of one token, by the clock and by the CPU of its thread."""
+
+    seconds: float
+    cpu_seconds: float
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,7 @@ class Decoding:
     dynamic_ms: float
     hot_ms: float
     hot_ratio: float
+    hot_cpu_ratio: float
     paged_ms: float
     paged_mb_a_step: float
 
@@ -70,9 +82,7 @@ def main() -> None:
             results.append(decode(model, mountpoint, tokens, arguments.steps))
             print(line(results[-1]), flush=True)
     promotion_us = promotion()
-    print(
-        f"handles: {promotion_us:.2f} us a block to migrate, in batches of 1000, without the copy"
-    )
+    print(f"{promotion_us:.2f} us a block to promote and demote, {BATCH} at a time, copies apart")
     if arguments.json is not None:
         report = {"decoding": [asdict(one) for one in results], "promotion_us": promotion_us}
         arguments.json.write_text(json.dumps(report, indent=1))
@@ -100,34 +110,44 @@ def decode(model: PreTrainedModel, mountpoint: Path, tokens: int, steps: int) ->
         dynamic = DynamicCache()
         for index, layer in enumerate(hot.layers):
             dynamic.update(layer.keys, layer.values, index)
-        seconds = interleaved(model, {"dynamic": dynamic, "hot": hot}, steps)
+        taken = interleaved(model, {"dynamic": dynamic, "hot": hot}, steps)
         assert not hot.counters.fetched_blocks
-    ratios = [b / a for a, b in zip(seconds["dynamic"], seconds["hot"], strict=True)]
     paged_ms, paged_mb = decode_paged(model, mountpoint, prompt)
     return Decoding(
         tokens=tokens,
-        dynamic_ms=1e3 * statistics.median(seconds["dynamic"]),
-        hot_ms=1e3 * statistics.median(seconds["hot"]),
-        hot_ratio=statistics.median(ratios),
+        dynamic_ms=median_ms(taken["dynamic"]),
+        hot_ms=median_ms(taken["hot"]),
+        hot_ratio=ratio(taken, lambda one: one.seconds),
+        hot_cpu_ratio=ratio(taken, lambda one: one.cpu_seconds),
         paged_ms=paged_ms,
         paged_mb_a_step=paged_mb,
     )
 
 
+def median_ms(steps: list[Step]) -> float:
+    return 1e3 * statistics.median(one.seconds for one in steps)
+
+
+def ratio(taken: dict[str, list[Step]], of: Callable[[Step], float]) -> float:
+    """Median of the ratios of steps that lie next to each other."""
+    pairs = zip(taken["dynamic"], taken["hot"], strict=True)
+    return statistics.median(of(hot) / of(dynamic) for dynamic, hot in pairs)
+
+
 def interleaved(
     model: PreTrainedModel, caches: dict[str, Any], steps: int
-) -> dict[str, list[float]]:
-    """Seconds of each step of each cache; the first steps warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in caches}
+) -> dict[str, list[Step]]:
+    """Each step of each cache; the first ones, which warm up, left out."""
+    taken: dict[str, list[Step]] = {name: [] for name in caches}
     token = torch.tensor([[17]])
-    for number in range(steps + 5):
+    for number in range(steps + WARMING_STEPS):
         # In turn first and second: what follows a step is not always the same cache.
         order = list(caches) if number % 2 else list(reversed(caches))
         for name in order:
-            taken = step(model, caches[name], token)
-            if number >= 5:
-                seconds[name].append(taken)
-    return seconds
+            one = step(model, caches[name], token)
+            if number >= WARMING_STEPS:
+                taken[name].append(one)
+    return taken
 
 
 def decode_paged(
@@ -142,15 +162,15 @@ def decode_paged(
     with KVFSCache.open(mountpoint, name, model, pool=HotPool(budget)) as cache:
         step(model, cache, prompt)
         before = cache.counters.fetched_bytes_mapped + cache.counters.fetched_bytes_mount
-        seconds = interleaved(model, {"paged": cache}, PAGED_STEPS)["paged"]
+        steps = interleaved(model, {"paged": cache}, PAGED_STEPS)["paged"]
         after = cache.counters.fetched_bytes_mapped + cache.counters.fetched_bytes_mount
-    return 1e3 * statistics.median(seconds), (after - before) / (PAGED_STEPS + 5) / 1e6
+    return median_ms(steps), (after - before) / (PAGED_STEPS + WARMING_STEPS) / 1e6
 
 
-def step(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> float:
-    began = time.perf_counter()
+def step(model: PreTrainedModel, cache: Any, ids: torch.Tensor) -> Step:
+    began, cpu_began = time.perf_counter(), time.thread_time()
     model(input_ids=ids, past_key_values=cache)
-    return time.perf_counter() - began
+    return Step(time.perf_counter() - began, time.thread_time() - cpu_began)
 
 
 def promotion() -> float:
@@ -179,8 +199,8 @@ def promotion() -> float:
 def line(one: Decoding) -> str:
     return (
         f"{one.tokens:6} tokens: DynamicCache {one.dynamic_ms:.1f} ms, hot {one.hot_ms:.1f} ms "
-        f"(ratio {one.hot_ratio:.3f}), paged {one.paged_ms:.1f} ms with "
-        f"{one.paged_mb_a_step:.1f} MB a step from the mount"
+        f"(ratio {one.hot_ratio:.3f}, CPU {one.hot_cpu_ratio:.3f}), paged {one.paged_ms:.1f} ms "
+        f"with {one.paged_mb_a_step:.1f} MB a step from the mount"
     )
 
 
