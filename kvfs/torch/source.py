@@ -127,7 +127,7 @@ def _straddling(segments: list[Segment], at: int, width: int) -> memoryview:
 def _map_or_nothing(fd: int) -> list[Segment]:
     try:
         return _map(fd)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         # Not offered, not for us, or gone in between: the mount has the same bytes.
         return []
 
