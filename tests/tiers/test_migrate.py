@@ -217,3 +217,23 @@ def test_who_needs_what_is_brought_in_on_a_guess_does_not_wait_behind_all_demand
     bench.executor.finish(needed)
     assert needed.completion.result() is not None
     assert bytes(bench.go(bench.store.read(ino, 0, 4 * MIB))) == content
+
+
+def test_what_is_written_anew_from_the_log_is_not_what_comes_after_it_there(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of the log is used again once the ring has what it held the first time."""
+    bench = make_deferred(tmpfs, 1, new_device(segments=48))
+    monkeypatch.setattr(warm.WarmTier, "_room_for", lambda tier, place, length: None)
+    session = Session(bench, Random(1))
+    ino = session.pick()
+    store, content = bench.store, Random(2).randbytes(200_000)
+    bench.go(store.write(ino, 0, content))
+    on_its_way = bench.begin(store.write_back())
+    anew = bench.begin(store.rewrite(ino, 0, len(content)))
+    bench.executor.finish(on_its_way)
+    bench.executor.finish(anew)
+    for _ in range(20):
+        bench.go(store.write(session.pick(), MIB, Random(3).randbytes(500_000)))
+    bench.go(store.write_back())
+    assert bytes(bench.go(store.read(ino, 0, len(content)))) == content
