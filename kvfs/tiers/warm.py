@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -272,12 +272,21 @@ class WarmTier:
 
     def next_to_go(self, count: int) -> list[int]:
         """So many sessions as the policy names them; 0 stands for all pools."""
-        units = (unit for unit in self._victims(len(self.policy)) if self._is_idle(unit))
-        return list(islice(units, count))
+        few, all_of_them = max(_NAMED, count), len(self.policy)
+        for named in (few, all_of_them):
+            units = [unit for unit in self._victims(named) if self._is_idle(unit)]
+            if len(units) >= count:
+                break
+        return units[:count]
 
     def _victims(self, count: int) -> list[int]:
-        victims: list[int] = self.policy.victims(count, self.clock()).tolist()
-        return victims
+        """As the policy names them. It is told of all uses: what has no memory here is none."""
+        while True:
+            victims: list[int] = self.policy.victims(count, self.clock()).tolist()
+            absent = [unit for unit in victims if unit not in self._by_unit]
+            if not absent:
+                return victims
+            self.policy.remove(absent)
 
     def _of_unit(self, unit: int) -> list[Kvmap]:
         return list(self._by_unit.get(unit, {}).values())

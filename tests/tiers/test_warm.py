@@ -17,7 +17,6 @@ from kvfs.engine.buffer import InRing, Kept, Place
 from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
 from kvfs.engine.io import InlineExecutor
 from kvfs.tiers import oplog, warm
-from kvfs.tiers.oplog import CHUNK_SIZE
 from kvfs.tiers.warm import WarmTier
 
 UUID, TOKEN, OTHER = b"u" * 16, b"t" * 16, b"o" * 16
@@ -280,6 +279,18 @@ def test_who_has_mapped_memory_keeps_it(directory: Path) -> None:
     tier.end_lease(FILE)
     assert tier.evict_unit(SESSION) > 0
     assert bytes(kept.data) == data, "a view outlives the file"
+
+
+def test_sessions_without_memory_are_not_named(directory: Path) -> None:
+    """Each read of any session is told to the policy: it must not name those in vain."""
+    tier, _ = opened(directory)
+    tier.policy.touch([5, 6, 7], 1.0)
+    _, kept = put(tier, 1, data := os.urandom(MIB))
+    commit(tier, 1, extent_of(1, data), [kept])
+    assert tier.next_to_go(2) == [SESSION]
+    tier.policy.touch([5, 6, 7], 1.0)
+    assert tier.make_room(47 * MIB)
+    assert tier.next_to_go(2) == []
 
 
 STEPS = st.lists(
