@@ -24,7 +24,6 @@ from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
 from kvfs.engine.codec import Codec
 from kvfs.engine.format import (
-    KVMAP_DATA_START,
     Extent,
     FormatError,
     KvmapEntry,
@@ -33,7 +32,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.io import Executor, Step
 from kvfs.engine.policy import Policy
-from kvfs.tiers.kvmap import Kvmap, alignment
+from kvfs.tiers.kvmap import SIZE_MIN, Kvmap, alignment
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
 from kvfs.tiers.policy import LRU
 from kvfs.tiers.shards import Shards
@@ -142,6 +141,7 @@ class WarmTier:
     _by_region: dict[int, Kvmap] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
     _leases: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
+    _leased: dict[int, Kvmap] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve)
@@ -335,12 +335,12 @@ class WarmTier:
         pages, where there are any."""
         size = min(size, self._file_max(unit))
         kvmap = self._current.get(unit)
-        if kvmap is None or kvmap.taken + size > self._file_max(unit):
+        if kvmap is None or self._is_full(kvmap, size):
             kvmap = self._with_room(None, unit, 0)
         if kvmap is None or kvmap.room >= size:
             return
         with kvmap.in_use():
-            if not self.make_room(size):
+            if not self.make_room(kvmap.growth(size)):
                 return
             coming = self._changing(kvmap, partial(kvmap.prepare, size, self.executor.submit))
             if not coming.done:
@@ -351,7 +351,7 @@ class WarmTier:
         """Memory for so many bytes of a file, to be filled, in a warm file that stays until
         `filled`. None when there is no room for it."""
         kvmap = self._current.get(place.unit)
-        if kvmap is None or kvmap.taken + size > self._file_max(place.unit):
+        if kvmap is None or self._is_full(kvmap, size):
             kvmap = self._with_room(None, place.unit, 0)
         if kvmap is None:
             return None
@@ -369,7 +369,7 @@ class WarmTier:
     def _room_to_fill(self, kvmap: Kvmap, place: Place, size: int) -> Step[Kept | None]:
         needed = size + 2 * alignment(place.unit)
         if kvmap.room < needed:
-            if not self.make_room(needed):
+            if not self.make_room(kvmap.growth(needed)):
                 return None
             prepare = partial(kvmap.prepare, needed, self.executor.submit)
             coming = self._changing(kvmap, prepare)
@@ -422,7 +422,7 @@ class WarmTier:
         if self.leased + sum(k.taken for k in added.values() if not k.leases) > self.limit // 2:
             return None
         for serial, kvmap in added.items():
-            mine[serial] = kvmap
+            mine[serial] = self._leased[serial] = kvmap
             kvmap.users += 1
             kvmap.leases += 1
         return segments
@@ -435,11 +435,13 @@ class WarmTier:
         for kvmap in self._leases.pop(ino, {}).values():
             kvmap.users -= 1
             kvmap.leases -= 1
+            if not kvmap.leases:
+                del self._leased[kvmap.header.serial]
 
     @property
     def leased(self) -> int:
         """Bytes of warm files that others may have mapped."""
-        return sum(kvmap.taken for kvmap in self._kvmaps.values() if kvmap.leases)
+        return sum(kvmap.taken for kvmap in self._leased.values())
 
     # -- details
 
@@ -459,13 +461,13 @@ class WarmTier:
     def _with_room(self, kvmap: Kvmap | None, unit: int, length: int) -> Kvmap | None:
         needed = length + 2 * alignment(unit)
         try:
-            if kvmap is None or kvmap.taken + needed > self._file_max(unit):
-                if not self.make_room(needed + KVMAP_DATA_START):
+            if kvmap is None or self._is_full(kvmap, needed):
+                if not self.make_room(SIZE_MIN):
                     return None
                 kvmap = self._create(unit)
             if kvmap.room < needed:
                 with kvmap.in_use():
-                    if not self.make_room(needed):
+                    if not self.make_room(kvmap.growth(needed)):
                         return None
                 self._changing(kvmap, partial(kvmap.grow, needed))
         except OSError as failure:
@@ -476,10 +478,10 @@ class WarmTier:
     def _prepare(self, kvmap: Kvmap) -> None:
         """What was just placed in it is not counted as dirty yet: it must not go itself."""
         size = kvmap.next_span
-        if kvmap.taken + size > self._file_max(kvmap.header.unit):
+        if self._is_full(kvmap, size):
             return
         with kvmap.in_use():
-            if self.make_room(size):
+            if self.make_room(kvmap.growth(size)):
                 self._changing(kvmap, partial(kvmap.prepare, size, self.executor.submit))
 
     def _changing(self, kvmap: Kvmap, change: Callable[[], T]) -> T:
@@ -520,6 +522,14 @@ class WarmTier:
     def _file_max(self, unit: int) -> int:
         share = self.limit // _SESSION_SHARE
         return share if unit else min(share, _POOL_FILE_MAX)
+
+    def _is_full(self, kvmap: Kvmap, size: int) -> bool:
+        """Whether another file is to take so many bytes. What others have mapped does not grow
+        beyond their share."""
+        growth = kvmap.growth(size)
+        if kvmap.leases and self.leased + growth > self.limit // 2:
+            return True
+        return kvmap.taken + size > self._file_max(kvmap.header.unit)
 
     def _take_over(self, kvmap: Kvmap) -> None:
         self._serial = max(self._serial, kvmap.header.serial)

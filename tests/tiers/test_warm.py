@@ -289,8 +289,19 @@ def test_sessions_without_memory_are_not_named(directory: Path) -> None:
     commit(tier, 1, extent_of(1, data), [kept])
     assert tier.next_to_go(2) == [SESSION]
     tier.policy.touch([5, 6, 7], 1.0)
-    assert tier.make_room(47 * MIB)
+    assert tier.evict_unit(SESSION)
     assert tier.next_to_go(2) == []
+
+
+def test_what_is_leased_does_not_grow_beyond_half(directory: Path) -> None:
+    """Agents map what they go on to append to."""
+    tier, _ = opened(directory)
+    for number in range(1, 160):
+        unit = number % 8
+        _, kept = put(tier, number, data := os.urandom(MIB // 2), unit=SESSION + unit)
+        commit(tier, number, extent_of(number, data), [kept])
+        tier.lease(FILE + unit, [kept])
+        assert tier.usage().leased <= tier.limit // 2
 
 
 STEPS = st.lists(
