@@ -166,6 +166,11 @@ class OperationLog:
         """Bytes of the tmpfs that it takes."""
         return CHUNK_SIZE * (len(self._used) + len(self._idle))
 
+    @property
+    def takes_next(self) -> int:
+        """What it takes more when its chunk is full, in bytes."""
+        return 0 if self._idle else CHUNK_SIZE
+
     def release(self, sequence: int) -> None:
         while self._used and self._used[0].last <= sequence:
             chunk = self._used.popleft()

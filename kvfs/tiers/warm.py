@@ -243,7 +243,7 @@ class WarmTier:
         self._log.limit = self.limit - self._taken
         if self._log.has_room(size):
             return True
-        self.make_room(CHUNK_SIZE)
+        self._make_room(CHUNK_SIZE)
         self._log.limit = self.limit - self._taken
         return self._log.has_room(size)
 
@@ -254,7 +254,10 @@ class WarmTier:
 
     def make_room(self, size: int) -> bool:
         """Evict what is clean and was not used for the longest time, until so many bytes may
-        be taken. Whether they may."""
+        be taken, and what the log takes next. Whether they may."""
+        return self._make_room(size + self._log.takes_next)
+
+    def _make_room(self, size: int) -> bool:
         if self._has_room(size):
             return True
         named = chain.from_iterable(map(self._of_unit, self._victims(_NAMED)))

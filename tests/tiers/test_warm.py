@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvfs.engine.buffer import InRing, Kept, Place
 from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
-from kvfs.engine.io import InlineExecutor
+from kvfs.engine.io import InlineExecutor, run
 from kvfs.tiers import oplog, warm
 from kvfs.tiers.warm import WarmTier
 
@@ -302,6 +302,22 @@ def test_what_is_leased_does_not_grow_beyond_half(directory: Path) -> None:
         commit(tier, number, extent_of(number, data), [kept])
         tier.lease(FILE + unit, [kept])
         assert tier.usage().leased <= tier.limit // 2
+
+
+def test_the_log_has_room_when_all_else_is_in_use(directory: Path) -> None:
+    """Before its first operation too: who makes a directory gets no ENOSPC."""
+    tier, _ = opened(directory, limit=32 * MIB)
+    fillings = []
+    for number in range(100):
+        place = Place(SESSION + number, FILE, 0)
+        if (filling := run(tier.reserve(place, MIB))) is not None:
+            fillings.append(filling)
+    assert len(fillings) > 10
+    assert tier.has_room(BLOCK)
+    tier.append(1, b"operation")
+    assert tier.usage().taken <= tier.limit
+    for filling in fillings:
+        tier.filled(filling, [])
 
 
 STEPS = st.lists(
