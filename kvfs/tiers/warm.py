@@ -24,6 +24,7 @@ from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
 from kvfs.engine.codec import Codec
 from kvfs.engine.format import (
+    BLOCK,
     Extent,
     FormatError,
     KvmapEntry,
@@ -351,8 +352,9 @@ class WarmTier:
             self._changing(kvmap, kvmap.begin_prepared)
 
     def reserve(self, place: Place, size: int) -> Step[Filling | None]:
-        """Memory for so many bytes of a file, to be filled, in a warm file that stays until
-        `filled`. None when there is no room for it."""
+        """Block-aligned memory for so many bytes of a file, to be filled, in a warm file that
+        stays until `filled`. None when there is no room for it."""
+        place = replace(place, offset=place.offset // BLOCK * BLOCK)
         kvmap = self._current.get(place.unit)
         if kvmap is None or self._is_full(kvmap, size):
             kvmap = self._with_room(None, place.unit, 0)

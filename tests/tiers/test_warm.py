@@ -320,6 +320,17 @@ def test_the_log_has_room_when_all_else_is_in_use(directory: Path) -> None:
         tier.filled(filling, [])
 
 
+@pytest.mark.parametrize("offset", [1, 4097, 70_003])
+def test_memory_to_be_filled_by_direct_reads_is_aligned(directory: Path, offset: int) -> None:
+    """Also behind a write that ended anywhere."""
+    tier, _ = opened(directory)
+    put(tier, 1, bytes(offset))
+    filling = run(tier.reserve(Place(SESSION, FILE, offset), 2 * BLOCK))
+    assert filling is not None
+    assert np.frombuffer(filling.kept.data, np.uint8).ctypes.data % BLOCK == 0
+    tier.filled(filling, [])
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["put", "put", "put", "commit", "forget", "find", "evict"]),
