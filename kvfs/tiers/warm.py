@@ -392,7 +392,8 @@ class WarmTier:
         filling.kvmap.users -= 1
         for offset, extent, start in extents:
             part = filling.kept.part(start, start + extent.size)
-            if extent.extent_id not in self._held:
+            known = self._held.get(extent.extent_id)
+            if known is None or known.checksum != extent.checksum:
                 self._hold(filling.kvmap, filling.place.ino, offset, extent, [part], 0)
                 self.counters.promoted += extent.size
 
@@ -578,6 +579,9 @@ class WarmTier:
             offset += len(piece)
             with suppress(OSError):  # the next process will not find it
                 self._changing(kvmap, partial(kvmap.note, entry, tokens))
+        old = self._held.get(extent.extent_id)
+        if old is not None:  # of another history of this ring, which was restored from a copy
+            old.kvmap.extents.discard(extent.extent_id)
         self._held[extent.extent_id] = _Held(kvmap, tuple(pieces), extent.checksum)
         kvmap.extents.add(extent.extent_id)
 

@@ -331,6 +331,19 @@ def test_memory_to_be_filled_by_direct_reads_is_aligned(directory: Path, offset:
     tier.filled(filling, [])
 
 
+def test_an_extent_of_another_history_is_replaced(directory: Path) -> None:
+    """The image was restored from a copy: its ids go another way from there."""
+    tier, _ = opened(directory)
+    old, new = os.urandom(5000), os.urandom(6000)
+    commit(tier, 1, extent_of(7, old), [put(tier, 1, old)[1]])
+    tier, _ = opened(directory, sequence=1)
+    commit(tier, 2, extent_of(7, new), [put(tier, 2, new)[1]])
+    assert found(tier, extent_of(7, new)) == new
+    tier.forget([extent_of(7, new)])
+    tier.evict_unit(SESSION)
+    assert kvmaps(directory) == []
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["put", "put", "put", "commit", "forget", "find", "evict"]),
