@@ -20,6 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
+from cachetools import LRUCache
+
 from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
 from kvfs.engine.codec import Codec
@@ -45,6 +47,7 @@ _POOL_FILE_MAX = 64 * 1024 * 1024
 _SESSION_SHARE = 8  # of the limit: one part in so many is the most that one file holds
 _SUFFIX = ".kvmap"
 _NAMED = 64  # victims that are asked for at once
+_NAMES_MAX = 65_536  # sessions whose plain name is known to have been used
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,7 @@ class WarmTier:
     _current: dict[int, Kvmap] = field(default_factory=dict)
     _by_region: dict[int, Kvmap] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
+    _named: LRUCache[int, None] = field(default_factory=lambda: LRUCache(_NAMES_MAX))
     _leases: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
     _leased: dict[int, Kvmap] = field(default_factory=dict)
 
@@ -518,9 +522,13 @@ class WarmTier:
             self._by_region[id(region)] = kvmap
 
     def _path(self, unit: int, serial: int) -> Path:
-        shard = self.directory / str(self.shards.of(unit))
-        path = shard / f"{unit or 'pool'}{_SUFFIX}"
-        return path if unit and not path.exists() else path.with_suffix(f".{serial}{_SUFFIX}")
+        """A name is used once: who was told of it may look later, and must not find another file
+        there."""
+        path = self.directory / str(self.shards.of(unit)) / f"{unit or 'pool'}{_SUFFIX}"
+        if unit and unit not in self._named and not path.exists():
+            self._named[unit] = None
+            return path
+        return path.with_suffix(f".{serial}{_SUFFIX}")
 
     def _paths(self) -> list[Path]:
         return sorted(self.directory.glob(f"*/*{_SUFFIX}")) if self.directory.is_dir() else []

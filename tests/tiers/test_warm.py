@@ -344,6 +344,18 @@ def test_an_extent_of_another_history_is_replaced(directory: Path) -> None:
     assert kvmaps(directory) == []
 
 
+def test_a_name_that_was_told_is_not_that_of_another_file(directory: Path) -> None:
+    """Who maps without an open file may come late: then it must not be there."""
+    tier, _ = opened(directory)
+    names = set()
+    for number in range(1, 5):
+        _, kept = put(tier, number, data := os.urandom(5000))
+        commit(tier, number, extent_of(number, data), [kept])
+        names.update(path.name for path in kvmaps(directory))
+        tier.evict_unit(SESSION)
+    assert len(names) == 4
+
+
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["put", "put", "put", "commit", "forget", "find", "evict"]),
