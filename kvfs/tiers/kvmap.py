@@ -175,7 +175,7 @@ class Kvmap:
 
     def grow(self, size: int) -> None:
         """At once, so that `size` bytes can be placed. Raises OSError."""
-        if self._coming is not None and self._coming.length >= size and self.begin_prepared():
+        if self.begin_prepared() and self.room >= size:
             return
         base, length = self._reserve(size)
         try:

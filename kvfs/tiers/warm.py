@@ -465,7 +465,7 @@ class WarmTier:
         if kvmap is None or kept is None:
             return None
         if kvmap.room < kvmap.next_span // 2 and not kvmap.is_prepared:
-            self._prepare(kvmap)
+            self._prepare(kvmap, max(kvmap.next_span, length + 2 * alignment(place.unit)))
         return kvmap, kept
 
     def _with_room(self, kvmap: Kvmap | None, unit: int, length: int) -> Kvmap | None:
@@ -485,9 +485,8 @@ class WarmTier:
             return None
         return kvmap
 
-    def _prepare(self, kvmap: Kvmap) -> None:
+    def _prepare(self, kvmap: Kvmap, size: int) -> None:
         """What was just placed in it is not counted as dirty yet: it must not go itself."""
-        size = kvmap.next_span
         if self._is_full(kvmap, size):
             return
         with kvmap.in_use():

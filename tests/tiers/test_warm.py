@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from kvfs.engine.buffer import InRing, Kept, Place
 from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
 from kvfs.engine.io import InlineExecutor, run
-from kvfs.tiers import oplog, warm
+from kvfs.tiers import kvmap, oplog, warm
+from kvfs.tiers.kvmap import Kvmap
 from kvfs.tiers.warm import WarmTier
 
 UUID, TOKEN, OTHER = b"u" * 16, b"t" * 16, b"o" * 16
@@ -210,6 +211,23 @@ def test_what_is_appended_in_small_parts_lies_in_one(directory: Path) -> None:
         joined = pieces[-1].joined(kept) if pieces else None
         pieces = [*pieces[:-1], joined] if joined else [*pieces, kept]
     assert len(pieces) <= 6
+
+
+def test_memory_for_large_writes_is_made_ready_by_threads(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind small ones, for which less was made ready. The loop is held by the first."""
+    made = []
+    make_span = kvmap._make_span
+    monkeypatch.setattr(kvmap, "_make_span", lambda *span: made.append(span) or make_span(*span))
+    prepare = Kvmap.prepare
+    prepared = []
+    monkeypatch.setattr(Kvmap, "prepare", lambda *its: prepared.append(its) or prepare(*its))
+    tier, _ = opened(directory, limit=512 * MIB)
+    sizes = [5000, MIB // 8, *[MIB] * 20]
+    for number, size in enumerate(sizes, 1):
+        put(tier, number, bytes(size), sum(sizes[: number - 1]))
+    assert len(made) - len(prepared) <= 3
 
 
 def test_files_of_pools_share_warm_files_by_time(
