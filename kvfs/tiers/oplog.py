@@ -117,6 +117,8 @@ class OperationLog:
                     expected += 1
                     yield record
             if chunk.last > sequence:
+                # What comes next is put there: what lies behind must not follow it.
+                chunk.view[chunk.end :] = bytes(chunk.room)
                 self._used.append(chunk)
             else:
                 self._discard(chunk)
