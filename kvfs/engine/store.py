@@ -162,6 +162,7 @@ class Store:
         """Everything into the ring, a checkpoint, and the mark of a clean end. Raises
         OSError when the device fails; the buffer then keeps what the ring lacks."""
         if self.read_only:
+            self._buffer.close(keep=False)
             return
         try:
             self._writer.check()

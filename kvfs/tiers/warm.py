@@ -144,6 +144,7 @@ class WarmTier:
     _current: dict[int, Kvmap] = field(default_factory=dict)
     _by_region: dict[int, Kvmap] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
+    _leaving: set[Path] = field(default_factory=set)
     _named: LRUCache[int, None] = field(default_factory=lambda: LRUCache(_NAMES_MAX))
     _leases: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
     _leased: dict[int, Kvmap] = field(default_factory=dict)
@@ -232,10 +233,11 @@ class WarmTier:
         self._log.close(keep=keep)
         if keep:
             return
-        for kvmap in list(self._kvmaps.values()):
-            kvmap.path.unlink(missing_ok=True)
+        # No thread may come to remove what leaves.
+        for path in (*self._leaving, *(kvmap.path for kvmap in self._kvmaps.values())):
+            path.unlink(missing_ok=True)
             with suppress(OSError):
-                kvmap.path.parent.rmdir()
+                path.parent.rmdir()
         self._kvmaps.clear()
         self._current.clear()
         self._held.clear()
@@ -333,7 +335,9 @@ class WarmTier:
         self.counters.evicted += kvmap.taken
         self.on_evicted(kvmap.header.unit)
         # To give pages back takes longer than a request may wait.
-        self.executor.submit(_Removal(kvmap))
+        self._leaving.add(kvmap.path)
+        removal = self.executor.submit(_Removal(kvmap))
+        removal.when_done(partial(self._leaving.discard, kvmap.path))
         return kvmap.taken
 
     # -- what is brought in from the ring

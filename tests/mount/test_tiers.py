@@ -255,6 +255,29 @@ def test_a_clean_end_leaves_nothing_in_the_tmpfs(mounter: Mounter) -> None:
     assert left == []
 
 
+def test_a_reader_leaves_what_it_found_in_the_tmpfs_and_nothing_else(
+    make_mounter: MounterMaker,
+) -> None:
+    mounter = make_mounter("512M")
+    mounter.mount()
+    layer = make_session(mounter.mountpoint, layers=1) / "layer.000"
+    mounter.umount()
+    mounter.mount("-o", "ro")
+    assert mapped(map_of(layer)) == content("agent", 0)
+    mounter.umount()
+    assert [path for path in mounter.warm_directory.rglob("*") if path.is_file()] == []
+    mounter.mount()
+    layer.with_name("dirty").write_bytes(b"dirty")
+    mounter.kill()
+    left = {path for path in mounter.warm_directory.rglob("*") if path.is_file()}
+    mounter.mount("-o", "ro")
+    assert mapped(map_of(layer)) == content("agent", 0)
+    mounter.umount()
+    assert {path for path in mounter.warm_directory.rglob("*") if path.is_file()} == left
+    mounter.mount()
+    assert layer.with_name("dirty").read_bytes() == b"dirty"
+
+
 # -- maps
 
 

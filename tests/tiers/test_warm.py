@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvfs.engine.buffer import InRing, Kept, Place
 from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
-from kvfs.engine.io import InlineExecutor, run
+from kvfs.engine.io import Completion, InlineExecutor, Urgency, run
 from kvfs.tiers import kvmap, oplog, warm
 from kvfs.tiers.kvmap import Kvmap
 from kvfs.tiers.warm import WarmTier
@@ -187,6 +188,20 @@ def test_a_torn_layout_costs_what_is_clean_alone(directory: Path) -> None:
 def test_a_clean_end_leaves_nothing(directory: Path) -> None:
     tier, _ = opened(directory)
     put(tier, 1, b"data")
+    tier.close(keep=False)
+    assert not directory.exists()
+
+
+def test_a_clean_end_leaves_nothing_of_what_threads_were_to_remove(directory: Path) -> None:
+    class Busy(InlineExecutor):
+        def submit(self, work: Any, urgency: Urgency = Urgency.DEMAND) -> Completion[Any]:
+            return Completion()
+
+    tier = WarmTier(directory, 64 * MIB, Busy())
+    assert list(tier.open(UUID, TOKEN, 0)) == []
+    _, kept = put(tier, 1, data := os.urandom(5000))
+    commit(tier, 1, extent_of(1, data), [kept])
+    assert tier.evict_unit(SESSION)
     tier.close(keep=False)
     assert not directory.exists()
 
