@@ -40,7 +40,6 @@ from kvfs.engine.format import (
 )
 
 CHUNK_SIZE = 8 * 1024 * 1024
-_KEPT_CHUNKS = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_RECORD = round_up(OplogChunkHeader.SIZE, OPLOG_ALIGN)
 
@@ -79,6 +78,7 @@ Resolve = Callable[[Reference, int], "Kept | None"]
 @dataclass(slots=True)
 class OperationLog:
     """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes.
+    `idle_max` chunks are kept to be used again.
     `boot` names the machine's boot, which a tmpfs does not outlive. `resolve` finds what a
     record, with that sequence, refers to; what it does not find ends the log."""
 
@@ -86,6 +86,7 @@ class OperationLog:
     limit: int
     boot: str = field(default_factory=current_boot)
     resolve: Resolve = field(default=lambda reference, sequence: None)
+    idle_max: int = 4
     _uuid: bytes = b""
     _token: bytes = b""
     _used: deque[_Chunk] = field(default_factory=deque)
@@ -176,7 +177,7 @@ class OperationLog:
     def release(self, sequence: int) -> None:
         while self._used and self._used[0].last <= sequence:
             chunk = self._used.popleft()
-            if len(self._idle) < _KEPT_CHUNKS:
+            if len(self._idle) < self.idle_max:
                 self._idle.append(chunk)
             else:
                 self._discard(chunk)

@@ -46,6 +46,8 @@ T = TypeVar("T")
 _POOL_FILE_MAX = 64 * 1024 * 1024
 _SESSION_SHARE = 8  # of the limit: one part in so many is the most that one file holds
 _SUFFIX = ".kvmap"
+_IDLE_SHARE = 16  # of the limit: one part in so many may be chunks of the log that wait
+_IDLE_MAX = 4
 _NAMED = 64  # victims that are asked for at once
 _NAMES_MAX = 65_536  # sessions whose plain name is known to have been used
 
@@ -150,7 +152,8 @@ class WarmTier:
     _leased: dict[int, Kvmap] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve)
+        idle = min(max(self.limit // (_IDLE_SHARE * CHUNK_SIZE), 1), _IDLE_MAX)
+        self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve, idle)
 
     # -- kvfs.engine.buffer.Buffer
 

@@ -364,6 +364,18 @@ def test_memory_to_be_filled_by_direct_reads_is_aligned(directory: Path, offset:
     tier.filled(filling, [])
 
 
+def test_the_log_gives_back_what_it_took_in_a_burst(directory: Path) -> None:
+    """Where there is little memory, what it kept would be all of it."""
+    tier, _ = opened(directory, limit=32 * MIB)
+    released = 0
+    for sequence in range(1, 200):
+        while not tier.has_room(MIB + BLOCK):
+            tier.release(released := released + 8)
+        put(tier, sequence, bytes(MIB), unit=SESSION + sequence % 5)
+    tier.release(sequence)
+    assert tier.make_room(16 * MIB)
+
+
 def test_an_extent_of_another_history_is_replaced(directory: Path) -> None:
     """The image was restored from a copy: its ids go another way from there."""
     tier, _ = opened(directory)
