@@ -133,7 +133,8 @@ class Buffer(Protocol):
         """Nobody will ask for these again."""
 
     def close(self, *, keep: bool) -> None:
-        """Let go; unless `keep`, everything is in the ring and nothing is left behind."""
+        """Let go; unless `keep`, everything is in the ring and nothing of this process is left
+        behind."""
 
     def has_room(self, size: int) -> bool:
         """Whether `append` can surely take an operation and data of `size` bytes."""

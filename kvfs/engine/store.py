@@ -162,6 +162,7 @@ class Store:
         """Everything into the ring, a checkpoint, and the mark of a clean end. Raises
         OSError when the device fails; the buffer then keeps what the ring lacks."""
         if self.read_only:
+            self._buffer.close(keep=False)
             return
         try:
             self._writer.check()
@@ -425,11 +426,12 @@ class Store:
             yield from self._writer.written()
 
     def rewrite(self, ino: int, offset: int, length: int) -> Step[bool]:
-        """Have a part of a file, all of it in memory, written to the ring anew, packed: the
-        content stays as it is. False when it is not in memory."""
+        """Have what the ring holds of a part of a file, all of it in memory, written to the ring
+        anew, packed: the content stays as it is. False when it is not in memory."""
         self._writer.check()
         if self.read_only:
             return False
+        yield from self._writer.arrived()
         op = ops.Write(0, ino, offset, length)  # as such a write would need
         charge = cost(op)
 
@@ -451,8 +453,9 @@ class Store:
         return True
 
     def _in_memory(self, parts: list[Part], at: int) -> list[tuple[int, Kept]] | None:
-        """The parts from the offset `at` on with their offsets, without holes, if the buffer
-        has all of them."""
+        """The parts from the offset `at` on that are in the ring, with their offsets, if the
+        buffer has all of them. What is not there yet is on its way; its memory may be that of
+        the log, which is used again when it has arrived."""
         found = []
         for part in parts:
             length = len(part) if isinstance(part, Kept) else part.length
@@ -464,8 +467,6 @@ class Store:
                 for piece in cut(held, part.skew, length):
                     found.append((start, piece))
                     start += len(piece)
-            elif isinstance(part, Kept):
-                found.append((at, part))
             at += length
         return found
 

@@ -215,6 +215,10 @@ class Writer:
         """Everything answered so far is in the ring, if not flushed."""
         self.check()
         self.seal()
+        yield from self.arrived()
+
+    def arrived(self) -> Step[None]:
+        """Everything sealed so far is in the ring, if not flushed."""
         if self._uncommitted:
             yield from wait(self._uncommitted[-1].committed)
         self.check()

@@ -89,10 +89,10 @@ def _unset(store: Store, ino: int, name: bytes) -> Step[bytes | None]:
     return None
 
 
-def read_map(migration: Migration, ino: int, *, leased: bool) -> Step[bytes]:
+def read_map(migration: Migration, ino: int) -> Step[bytes]:
     """JSON for who maps a file's bytes: version, size, and segments with path, offset, length,
     and the offset in the file that they are from. Raises ENODATA when it cannot be had."""
-    mapped = yield from migration.map(ino, leased=leased)
+    mapped = yield from migration.map(ino)
     if mapped is None:
         raise error(errno.ENODATA)
     document = {

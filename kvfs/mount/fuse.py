@@ -367,9 +367,8 @@ class Filesystem(pyfuse3.Operations):
             # The warm files are ours alone.
             if ctx.uid not in (0, os.geteuid()):
                 raise FUSEError(errno.ENODATA)
-            leased = self._store.units.opened[inode] > 0
             self._uses.record(await self._run(self._store.units.session_of(inode)), inode)
-            return await self._run(control.read_map(self._migration, inode, leased=leased))
+            return await self._run(control.read_map(self._migration, inode))
         if name == control.HEAT:
             node = await self._run(self._store.node(inode))
             return b"%.6g" % self._uses.heat(inode, is_session=node.is_directory)

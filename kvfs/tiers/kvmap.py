@@ -33,6 +33,7 @@ from kvfs.tiers.mapping import map_shared
 
 _SPAN_MIN = 256 * 1024
 _SPAN_MAX = 16 * 1024 * 1024
+SIZE_MIN = KVMAP_DATA_START + _SPAN_MIN
 _LARGE_PAGE = 2 * 1024 * 1024
 _SEGMENT_GROWTH_MAX = 1024 * 1024
 _TABLE_SIZE = 64 * 1024
@@ -93,7 +94,7 @@ class Kvmap:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         kvmap = cls(path, header)
         try:
-            kvmap.grow(KVMAP_DATA_START + _SPAN_MIN)
+            kvmap.grow(SIZE_MIN)
         except OSError:
             path.unlink()
             raise
@@ -162,6 +163,11 @@ class Kvmap:
         """Bytes that can be placed before it has to grow."""
         return len(self._regions[-1]) - self._free
 
+    def growth(self, size: int) -> int:
+        """What it takes more of the tmpfs when it grows by `size` bytes."""
+        end = self._end + max(size, _SPAN_MIN)
+        return round_up(end, _LARGE_PAGE if size > _LARGE_PAGE else KVMAP_SEGMENT_ALIGN) - self._end
+
     @property
     def next_span(self) -> int:
         """By how much it should grow next, in bytes."""
@@ -169,7 +175,7 @@ class Kvmap:
 
     def grow(self, size: int) -> None:
         """At once, so that `size` bytes can be placed. Raises OSError."""
-        if self._coming is not None and self._coming.length >= size and self.begin_prepared():
+        if self.begin_prepared() and self.room >= size:
             return
         base, length = self._reserve(size)
         try:
@@ -271,11 +277,10 @@ class Kvmap:
 
     def _reserve(self, size: int) -> tuple[int, int]:
         """The next part of the file, for `size` bytes: where it begins, and its length."""
-        base = self._end
-        end = base + max(size, _SPAN_MIN)
-        self._end = round_up(end, _LARGE_PAGE if size > _LARGE_PAGE else KVMAP_SEGMENT_ALIGN)
-        self.taken += self._end - base
-        return base, self._end - base
+        base, length = self._end, self.growth(size)
+        self._end += length
+        self.taken += length
+        return base, length
 
     def _begin(self, region: memoryview, base: int) -> None:
         self._add(region, base)

@@ -17,7 +17,7 @@ from typing import Any
 from kvfs.engine.buffer import Kept, Place, cut
 from kvfs.engine.files import Part, Stored
 from kvfs.engine.format import EXTENT_SIZE_MAX, KVMAP_SEGMENT_ALIGN, Extent, round_up
-from kvfs.engine.io import Completion, Executor, Step, Urgency, wait
+from kvfs.engine.io import Completion, Executor, Step, Urgency, settled, wait
 from kvfs.engine.latency import Latencies
 from kvfs.engine.reader import neighbours
 from kvfs.engine.store import Store
@@ -251,23 +251,26 @@ class Migration:
             warm, cold = warm or not is_cold, cold or is_cold
         return warm, cold
 
-    def map(self, ino: int, *, leased: bool) -> Step[Mapped | None]:
-        """Bring a file in, and say where it lies; `leased`: it stays there until
+    def map(self, ino: int) -> Step[Mapped | None]:
+        """Bring a file in, and say where it lies; if it is open it stays there until
         `WarmTier.end_lease`. None when it does not fit, or is no file."""
-        node = yield from self.store.node(ino)
-        if node.is_directory:
+        if (yield from self.store.node(ino)).is_directory:
             return None
-        parts = yield from self._in_memory(ino)
-        if parts is None:
+        mapped = yield from settled(lambda: self._mapped(ino))
+        if mapped is None:
             yield from self.promote(ino)
-            parts = yield from self._in_memory(ino)
-        if parts is None:
+            mapped = yield from settled(lambda: self._mapped(ino))
+        return mapped
+
+    def _mapped(self, ino: int) -> Step[Mapped | None]:
+        inode = (yield from self.store.node(ino)).inode
+        pieces = yield from self._in_memory(ino)
+        if pieces is None:
             return None
-        segments = self.warm.lease(ino, parts) if leased else self.warm.segments(parts)
-        if segments is None:
-            return None
-        node = yield from self.store.node(ino)
-        return Mapped(node.inode.ctime_ns, node.inode.size, segments)
+        # Not who asked, but who is still there: it may have closed the file, or died, meanwhile.
+        is_open = self.store.units.opened[ino] > 0
+        segments = self.warm.lease(ino, pieces) if is_open else self.warm.segments(pieces)
+        return None if segments is None else Mapped(inode.ctime_ns, inode.size, segments)
 
     def _in_memory(self, ino: int) -> Step[list[Kept] | None]:
         """The pieces of a file, if all of it is here and it has no hole."""

@@ -40,7 +40,6 @@ from kvfs.engine.format import (
 )
 
 CHUNK_SIZE = 8 * 1024 * 1024
-_KEPT_CHUNKS = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FIRST_RECORD = round_up(OplogChunkHeader.SIZE, OPLOG_ALIGN)
 
@@ -79,6 +78,7 @@ Resolve = Callable[[Reference, int], "Kept | None"]
 @dataclass(slots=True)
 class OperationLog:
     """Implements kvfs.engine.buffer.Buffer in `directory`, with at most `limit` bytes.
+    `idle_max` chunks are kept to be used again.
     `boot` names the machine's boot, which a tmpfs does not outlive. `resolve` finds what a
     record, with that sequence, refers to; what it does not find ends the log."""
 
@@ -86,6 +86,7 @@ class OperationLog:
     limit: int
     boot: str = field(default_factory=current_boot)
     resolve: Resolve = field(default=lambda reference, sequence: None)
+    idle_max: int = 4
     _uuid: bytes = b""
     _token: bytes = b""
     _used: deque[_Chunk] = field(default_factory=deque)
@@ -117,6 +118,8 @@ class OperationLog:
                     expected += 1
                     yield record
             if chunk.last > sequence:
+                # What comes next is put there: what lies behind must not follow it.
+                chunk.view[chunk.end :] = bytes(chunk.room)
                 self._used.append(chunk)
             else:
                 self._discard(chunk)
@@ -166,10 +169,15 @@ class OperationLog:
         """Bytes of the tmpfs that it takes."""
         return CHUNK_SIZE * (len(self._used) + len(self._idle))
 
+    @property
+    def takes_next(self) -> int:
+        """What it takes more when its chunk is full, in bytes."""
+        return 0 if self._idle else CHUNK_SIZE
+
     def release(self, sequence: int) -> None:
         while self._used and self._used[0].last <= sequence:
             chunk = self._used.popleft()
-            if len(self._idle) < _KEPT_CHUNKS:
+            if len(self._idle) < self.idle_max:
                 self._idle.append(chunk)
             else:
                 self._discard(chunk)
@@ -190,7 +198,7 @@ class OperationLog:
             self._discard(chunk)
         self._used.clear()
         self._idle.clear()
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # who only reads leaves what an earlier process left
             self.directory.rmdir()
 
     def has_room(self, size: int) -> bool:

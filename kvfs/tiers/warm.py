@@ -16,15 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
+
+from cachetools import LRUCache
 
 from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
 from kvfs.engine.codec import Codec
 from kvfs.engine.format import (
-    KVMAP_DATA_START,
+    BLOCK,
     Extent,
     FormatError,
     KvmapEntry,
@@ -33,7 +35,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.io import Executor, Step
 from kvfs.engine.policy import Policy
-from kvfs.tiers.kvmap import Kvmap, alignment
+from kvfs.tiers.kvmap import SIZE_MIN, Kvmap, alignment
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
 from kvfs.tiers.policy import LRU
 from kvfs.tiers.shards import Shards
@@ -44,7 +46,10 @@ T = TypeVar("T")
 _POOL_FILE_MAX = 64 * 1024 * 1024
 _SESSION_SHARE = 8  # of the limit: one part in so many is the most that one file holds
 _SUFFIX = ".kvmap"
+_IDLE_SHARE = 16  # of the limit: one part in so many may be chunks of the log that wait
+_IDLE_MAX = 4
 _NAMED = 64  # victims that are asked for at once
+_NAMES_MAX = 65_536  # sessions whose plain name is known to have been used
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +146,14 @@ class WarmTier:
     _current: dict[int, Kvmap] = field(default_factory=dict)
     _by_region: dict[int, Kvmap] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
+    _leaving: set[Path] = field(default_factory=set)
+    _named: LRUCache[int, None] = field(default_factory=lambda: LRUCache(_NAMES_MAX))
     _leases: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
+    _leased: dict[int, Kvmap] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve)
+        idle = min(max(self.limit // (_IDLE_SHARE * CHUNK_SIZE), 1), _IDLE_MAX)
+        self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve, idle)
 
     # -- kvfs.engine.buffer.Buffer
 
@@ -227,10 +236,11 @@ class WarmTier:
         self._log.close(keep=keep)
         if keep:
             return
-        for kvmap in list(self._kvmaps.values()):
-            kvmap.path.unlink(missing_ok=True)
+        # No thread may come to remove what leaves.
+        for path in (*self._leaving, *(kvmap.path for kvmap in self._kvmaps.values())):
+            path.unlink(missing_ok=True)
             with suppress(OSError):
-                kvmap.path.parent.rmdir()
+                path.parent.rmdir()
         self._kvmaps.clear()
         self._current.clear()
         self._held.clear()
@@ -243,7 +253,7 @@ class WarmTier:
         self._log.limit = self.limit - self._taken
         if self._log.has_room(size):
             return True
-        self.make_room(CHUNK_SIZE)
+        self._make_room(CHUNK_SIZE)
         self._log.limit = self.limit - self._taken
         return self._log.has_room(size)
 
@@ -254,7 +264,10 @@ class WarmTier:
 
     def make_room(self, size: int) -> bool:
         """Evict what is clean and was not used for the longest time, until so many bytes may
-        be taken. Whether they may."""
+        be taken, and what the log takes next. Whether they may."""
+        return self._make_room(size + self._log.takes_next)
+
+    def _make_room(self, size: int) -> bool:
         if self._has_room(size):
             return True
         named = chain.from_iterable(map(self._of_unit, self._victims(_NAMED)))
@@ -272,12 +285,21 @@ class WarmTier:
 
     def next_to_go(self, count: int) -> list[int]:
         """So many sessions as the policy names them; 0 stands for all pools."""
-        units = (unit for unit in self._victims(len(self.policy)) if self._is_idle(unit))
-        return list(islice(units, count))
+        few, all_of_them = max(_NAMED, count), len(self.policy)
+        for named in (few, all_of_them):
+            units = [unit for unit in self._victims(named) if self._is_idle(unit)]
+            if len(units) >= count:
+                break
+        return units[:count]
 
     def _victims(self, count: int) -> list[int]:
-        victims: list[int] = self.policy.victims(count, self.clock()).tolist()
-        return victims
+        """As the policy names them. It is told of all uses: what has no memory here is none."""
+        while True:
+            victims: list[int] = self.policy.victims(count, self.clock()).tolist()
+            absent = [unit for unit in victims if unit not in self._by_unit]
+            if not absent:
+                return victims
+            self.policy.remove(absent)
 
     def _of_unit(self, unit: int) -> list[Kvmap]:
         return list(self._by_unit.get(unit, {}).values())
@@ -316,7 +338,9 @@ class WarmTier:
         self.counters.evicted += kvmap.taken
         self.on_evicted(kvmap.header.unit)
         # To give pages back takes longer than a request may wait.
-        self.executor.submit(_Removal(kvmap))
+        self._leaving.add(kvmap.path)
+        removal = self.executor.submit(_Removal(kvmap))
+        removal.when_done(partial(self._leaving.discard, kvmap.path))
         return kvmap.taken
 
     # -- what is brought in from the ring
@@ -326,12 +350,12 @@ class WarmTier:
         pages, where there are any."""
         size = min(size, self._file_max(unit))
         kvmap = self._current.get(unit)
-        if kvmap is None or kvmap.taken + size > self._file_max(unit):
+        if kvmap is None or self._is_full(kvmap, size):
             kvmap = self._with_room(None, unit, 0)
         if kvmap is None or kvmap.room >= size:
             return
         with kvmap.in_use():
-            if not self.make_room(size):
+            if not self.make_room(kvmap.growth(size)):
                 return
             coming = self._changing(kvmap, partial(kvmap.prepare, size, self.executor.submit))
             if not coming.done:
@@ -339,10 +363,11 @@ class WarmTier:
             self._changing(kvmap, kvmap.begin_prepared)
 
     def reserve(self, place: Place, size: int) -> Step[Filling | None]:
-        """Memory for so many bytes of a file, to be filled, in a warm file that stays until
-        `filled`. None when there is no room for it."""
+        """Block-aligned memory for so many bytes of a file, to be filled, in a warm file that
+        stays until `filled`. None when there is no room for it."""
+        place = replace(place, offset=place.offset // BLOCK * BLOCK)
         kvmap = self._current.get(place.unit)
-        if kvmap is None or kvmap.taken + size > self._file_max(place.unit):
+        if kvmap is None or self._is_full(kvmap, size):
             kvmap = self._with_room(None, place.unit, 0)
         if kvmap is None:
             return None
@@ -360,7 +385,7 @@ class WarmTier:
     def _room_to_fill(self, kvmap: Kvmap, place: Place, size: int) -> Step[Kept | None]:
         needed = size + 2 * alignment(place.unit)
         if kvmap.room < needed:
-            if not self.make_room(needed):
+            if not self.make_room(kvmap.growth(needed)):
                 return None
             prepare = partial(kvmap.prepare, needed, self.executor.submit)
             coming = self._changing(kvmap, prepare)
@@ -378,7 +403,8 @@ class WarmTier:
         filling.kvmap.users -= 1
         for offset, extent, start in extents:
             part = filling.kept.part(start, start + extent.size)
-            if extent.extent_id not in self._held:
+            known = self._held.get(extent.extent_id)
+            if known is None or known.checksum != extent.checksum:
                 self._hold(filling.kvmap, filling.place.ino, offset, extent, [part], 0)
                 self.counters.promoted += extent.size
 
@@ -413,7 +439,7 @@ class WarmTier:
         if self.leased + sum(k.taken for k in added.values() if not k.leases) > self.limit // 2:
             return None
         for serial, kvmap in added.items():
-            mine[serial] = kvmap
+            mine[serial] = self._leased[serial] = kvmap
             kvmap.users += 1
             kvmap.leases += 1
         return segments
@@ -426,11 +452,13 @@ class WarmTier:
         for kvmap in self._leases.pop(ino, {}).values():
             kvmap.users -= 1
             kvmap.leases -= 1
+            if not kvmap.leases:
+                del self._leased[kvmap.header.serial]
 
     @property
     def leased(self) -> int:
         """Bytes of warm files that others may have mapped."""
-        return sum(kvmap.taken for kvmap in self._kvmaps.values() if kvmap.leases)
+        return sum(kvmap.taken for kvmap in self._leased.values())
 
     # -- details
 
@@ -444,19 +472,19 @@ class WarmTier:
         if kvmap is None or kept is None:
             return None
         if kvmap.room < kvmap.next_span // 2 and not kvmap.is_prepared:
-            self._prepare(kvmap)
+            self._prepare(kvmap, max(kvmap.next_span, length + 2 * alignment(place.unit)))
         return kvmap, kept
 
     def _with_room(self, kvmap: Kvmap | None, unit: int, length: int) -> Kvmap | None:
         needed = length + 2 * alignment(unit)
         try:
-            if kvmap is None or kvmap.taken + needed > self._file_max(unit):
-                if not self.make_room(needed + KVMAP_DATA_START):
+            if kvmap is None or self._is_full(kvmap, needed):
+                if not self.make_room(SIZE_MIN):
                     return None
                 kvmap = self._create(unit)
             if kvmap.room < needed:
                 with kvmap.in_use():
-                    if not self.make_room(needed):
+                    if not self.make_room(kvmap.growth(needed)):
                         return None
                 self._changing(kvmap, partial(kvmap.grow, needed))
         except OSError as failure:
@@ -464,13 +492,12 @@ class WarmTier:
             return None
         return kvmap
 
-    def _prepare(self, kvmap: Kvmap) -> None:
+    def _prepare(self, kvmap: Kvmap, size: int) -> None:
         """What was just placed in it is not counted as dirty yet: it must not go itself."""
-        size = kvmap.next_span
-        if kvmap.taken + size > self._file_max(kvmap.header.unit):
+        if self._is_full(kvmap, size):
             return
         with kvmap.in_use():
-            if self.make_room(size):
+            if self.make_room(kvmap.growth(size)):
                 self._changing(kvmap, partial(kvmap.prepare, size, self.executor.submit))
 
     def _changing(self, kvmap: Kvmap, change: Callable[[], T]) -> T:
@@ -501,9 +528,13 @@ class WarmTier:
             self._by_region[id(region)] = kvmap
 
     def _path(self, unit: int, serial: int) -> Path:
-        shard = self.directory / str(self.shards.of(unit))
-        path = shard / f"{unit or 'pool'}{_SUFFIX}"
-        return path if unit and not path.exists() else path.with_suffix(f".{serial}{_SUFFIX}")
+        """A name is used once: who was told of it may look later, and must not find another file
+        there."""
+        path = self.directory / str(self.shards.of(unit)) / f"{unit or 'pool'}{_SUFFIX}"
+        if unit and unit not in self._named and not path.exists():
+            self._named[unit] = None
+            return path
+        return path.with_suffix(f".{serial}{_SUFFIX}")
 
     def _paths(self) -> list[Path]:
         return sorted(self.directory.glob(f"*/*{_SUFFIX}")) if self.directory.is_dir() else []
@@ -511,6 +542,14 @@ class WarmTier:
     def _file_max(self, unit: int) -> int:
         share = self.limit // _SESSION_SHARE
         return share if unit else min(share, _POOL_FILE_MAX)
+
+    def _is_full(self, kvmap: Kvmap, size: int) -> bool:
+        """Whether another file is to take so many bytes. What others have mapped does not grow
+        beyond their share."""
+        growth = kvmap.growth(size)
+        if kvmap.leases and self.leased + growth > self.limit // 2:
+            return True
+        return kvmap.taken + size > self._file_max(kvmap.header.unit)
 
     def _take_over(self, kvmap: Kvmap) -> None:
         self._serial = max(self._serial, kvmap.header.serial)
@@ -554,6 +593,9 @@ class WarmTier:
             offset += len(piece)
             with suppress(OSError):  # the next process will not find it
                 self._changing(kvmap, partial(kvmap.note, entry, tokens))
+        old = self._held.get(extent.extent_id)
+        if old is not None:  # of another history of this ring, which was restored from a copy
+            old.kvmap.extents.discard(extent.extent_id)
         self._held[extent.extent_id] = _Held(kvmap, tuple(pieces), extent.checksum)
         kvmap.extents.add(extent.extent_id)
 

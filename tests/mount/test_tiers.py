@@ -93,6 +93,21 @@ def test_what_is_written_is_warm_and_goes_down_and_comes_up(kv_mount: Path) -> N
         assert read_past_the_page_cache(session / f"layer.{number:03d}") == content("agent", number)
 
 
+def test_a_file_whose_parts_begin_anywhere_comes_up(kv_mount: Path) -> None:
+    session = kv_mount / "agent"
+    session.mkdir()
+    os.setxattr(session, "user.kvfs.codec", b"none")
+    expected = b""
+    for size in (5001, 70_003, 131, 9999):
+        with open(session / "layer.000", "ab", buffering=0) as file:
+            file.write(part := os.urandom(size))
+            os.fsync(file.fileno())
+        expected += part
+    demote(session)
+    assert mapped(map_of(session / "layer.000")) == expected
+    assert tier(session) == "warm"
+
+
 @pytest.mark.parametrize("codec", ["none", "zstd", "planes"])
 @pytest.mark.parametrize("size", [1, 5000, 65536, MIB + 1, 3 * MIB])
 def test_a_file_of_any_size_and_codec_comes_up_whole(kv_mount: Path, size: int, codec: str) -> None:
@@ -238,6 +253,29 @@ def test_a_clean_end_leaves_nothing_in_the_tmpfs(mounter: Mounter) -> None:
     mounter.umount()
     left = [path for path in mounter.warm_directory.rglob("*") if path.is_file()]
     assert left == []
+
+
+def test_a_reader_leaves_what_it_found_in_the_tmpfs_and_nothing_else(
+    make_mounter: MounterMaker,
+) -> None:
+    mounter = make_mounter("512M")
+    mounter.mount()
+    layer = make_session(mounter.mountpoint, layers=1) / "layer.000"
+    mounter.umount()
+    mounter.mount("-o", "ro")
+    assert mapped(map_of(layer)) == content("agent", 0)
+    mounter.umount()
+    assert [path for path in mounter.warm_directory.rglob("*") if path.is_file()] == []
+    mounter.mount()
+    layer.with_name("dirty").write_bytes(b"dirty")
+    mounter.kill()
+    left = {path for path in mounter.warm_directory.rglob("*") if path.is_file()}
+    mounter.mount("-o", "ro")
+    assert mapped(map_of(layer)) == content("agent", 0)
+    mounter.umount()
+    assert {path for path in mounter.warm_directory.rglob("*") if path.is_file()} == left
+    mounter.mount()
+    assert layer.with_name("dirty").read_bytes() == b"dirty"
 
 
 # -- maps

@@ -100,18 +100,23 @@ class Session:
     def begin_migration(self) -> None:
         migration, ino = self.migration, self.pick()
         target = self.directory if self.random.random() < 0.3 else ino
+        if self.random.random() < 0.1:
+            self.bench.store.opened(ino)
         steps = [
             lambda: migration.promote(target),
             lambda: migration.demote(target),
             lambda: migration.demote_group([self.directory]),
             lambda: self.bench.store.checkpoint(),
             lambda: self.bench.store.clean(),
-            lambda: migration.map(ino, leased=self.random.random() < 0.3),
+            lambda: migration.map(ino),
         ]
         self.others.append(self.bench.begin(self.random.choice(steps)()))
 
     def end_leases(self) -> None:
+        store = self.bench.store
         for ino in self.layers:
+            while store.units.opened[ino]:
+                store.closed(ino)
             self.bench.warm.end_lease(ino)
 
     def check_reads(self, *, finish: bool) -> None:
@@ -209,7 +214,7 @@ def test_who_needs_what_is_brought_in_on_a_guess_does_not_wait_behind_all_demand
     guess = bench.begin(session.migration.promote(ino, Urgency.BACKGROUND))
     while Urgency.BACKGROUND not in bench.executor.asked_for:
         assert bench.executor.happen()
-    needed = bench.begin(session.migration.map(ino, leased=False))
+    needed = bench.begin(session.migration.map(ino))
     assert Urgency.BACKGROUND not in bench.executor.asked_for
     while not guess.done:
         assert bench.executor.happen()
@@ -217,3 +222,40 @@ def test_who_needs_what_is_brought_in_on_a_guess_does_not_wait_behind_all_demand
     bench.executor.finish(needed)
     assert needed.completion.result() is not None
     assert bytes(bench.go(bench.store.read(ino, 0, 4 * MIB))) == content
+
+
+def test_who_closes_a_file_that_is_brought_in_for_it_leaves_no_lease(tmpfs: Path) -> None:
+    """It may have been killed while it asked."""
+    bench = make_deferred(tmpfs, 1, new_device(segments=48))
+    session = Session(bench, Random(1))
+    ino = session.pick()
+    bench.go(bench.store.write(ino, 0, Random(2).randbytes(MIB)))
+    bench.go(session.migration.demote(ino))
+    bench.store.opened(ino)
+    asked = bench.begin(session.migration.map(ino))
+    assert not asked.done
+    session.end_leases()
+    bench.executor.finish(asked)
+    assert asked.completion.result() is not None
+    assert bench.warm.leased == 0
+    assert bench.go(session.migration.demote(ino)) > 0
+
+
+def test_what_is_written_anew_from_the_log_is_not_what_comes_after_it_there(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk of the log is used again once the ring has what it held the first time."""
+    bench = make_deferred(tmpfs, 1, new_device(segments=48))
+    monkeypatch.setattr(warm.WarmTier, "_room_for", lambda tier, place, length: None)
+    session = Session(bench, Random(1))
+    ino = session.pick()
+    store, content = bench.store, Random(2).randbytes(200_000)
+    bench.go(store.write(ino, 0, content))
+    on_its_way = bench.begin(store.write_back())
+    anew = bench.begin(store.rewrite(ino, 0, len(content)))
+    bench.executor.finish(on_its_way)
+    bench.executor.finish(anew)
+    for _ in range(20):
+        bench.go(store.write(session.pick(), MIB, Random(3).randbytes(500_000)))
+    bench.go(store.write_back())
+    assert bytes(bench.go(store.read(ino, 0, len(content)))) == content

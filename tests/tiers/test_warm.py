@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from kvfs.engine.buffer import InRing, Kept, Place
 from kvfs.engine.format import BLOCK, KVMAP_LAYOUT_AT, Extent, KvmapLayout, checksum
-from kvfs.engine.io import InlineExecutor
-from kvfs.tiers import oplog, warm
+from kvfs.engine.io import Completion, InlineExecutor, Urgency, run
+from kvfs.tiers import kvmap, oplog, warm
+from kvfs.tiers.kvmap import Kvmap
 from kvfs.tiers.warm import WarmTier
 
 UUID, TOKEN, OTHER = b"u" * 16, b"t" * 16, b"o" * 16
@@ -190,6 +192,20 @@ def test_a_clean_end_leaves_nothing(directory: Path) -> None:
     assert not directory.exists()
 
 
+def test_a_clean_end_leaves_nothing_of_what_threads_were_to_remove(directory: Path) -> None:
+    class Busy(InlineExecutor):
+        def submit(self, work: Any, urgency: Urgency = Urgency.DEMAND) -> Completion[Any]:
+            return Completion()
+
+    tier = WarmTier(directory, 64 * MIB, Busy())
+    assert list(tier.open(UUID, TOKEN, 0)) == []
+    _, kept = put(tier, 1, data := os.urandom(5000))
+    commit(tier, 1, extent_of(1, data), [kept])
+    assert tier.evict_unit(SESSION)
+    tier.close(keep=False)
+    assert not directory.exists()
+
+
 # -- where things lie ------------------------------------------------------------------
 
 
@@ -210,6 +226,23 @@ def test_what_is_appended_in_small_parts_lies_in_one(directory: Path) -> None:
         joined = pieces[-1].joined(kept) if pieces else None
         pieces = [*pieces[:-1], joined] if joined else [*pieces, kept]
     assert len(pieces) <= 6
+
+
+def test_memory_for_large_writes_is_made_ready_by_threads(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also behind small ones, for which less was made ready. The loop is held by the first."""
+    made = []
+    make_span = kvmap._make_span
+    monkeypatch.setattr(kvmap, "_make_span", lambda *span: made.append(span) or make_span(*span))
+    prepare = Kvmap.prepare
+    prepared = []
+    monkeypatch.setattr(Kvmap, "prepare", lambda *its: prepared.append(its) or prepare(*its))
+    tier, _ = opened(directory, limit=512 * MIB)
+    sizes = [5000, MIB // 8, *[MIB] * 20]
+    for number, size in enumerate(sizes, 1):
+        put(tier, number, bytes(size), sum(sizes[: number - 1]))
+    assert len(made) - len(prepared) <= 3
 
 
 def test_files_of_pools_share_warm_files_by_time(
@@ -279,6 +312,93 @@ def test_who_has_mapped_memory_keeps_it(directory: Path) -> None:
     tier.end_lease(FILE)
     assert tier.evict_unit(SESSION) > 0
     assert bytes(kept.data) == data, "a view outlives the file"
+
+
+def test_sessions_without_memory_are_not_named(directory: Path) -> None:
+    """Each read of any session is told to the policy: it must not name those in vain."""
+    tier, _ = opened(directory)
+    tier.policy.touch([5, 6, 7], 1.0)
+    _, kept = put(tier, 1, data := os.urandom(MIB))
+    commit(tier, 1, extent_of(1, data), [kept])
+    assert tier.next_to_go(2) == [SESSION]
+    tier.policy.touch([5, 6, 7], 1.0)
+    assert tier.evict_unit(SESSION)
+    assert tier.next_to_go(2) == []
+
+
+def test_what_is_leased_does_not_grow_beyond_half(directory: Path) -> None:
+    """Agents map what they go on to append to."""
+    tier, _ = opened(directory)
+    for number in range(1, 160):
+        unit = number % 8
+        _, kept = put(tier, number, data := os.urandom(MIB // 2), unit=SESSION + unit)
+        commit(tier, number, extent_of(number, data), [kept])
+        tier.lease(FILE + unit, [kept])
+        assert tier.usage().leased <= tier.limit // 2
+
+
+def test_the_log_has_room_when_all_else_is_in_use(directory: Path) -> None:
+    """Before its first operation too: who makes a directory gets no ENOSPC."""
+    tier, _ = opened(directory, limit=32 * MIB)
+    fillings = []
+    for number in range(100):
+        place = Place(SESSION + number, FILE, 0)
+        if (filling := run(tier.reserve(place, MIB))) is not None:
+            fillings.append(filling)
+    assert len(fillings) > 10
+    assert tier.has_room(BLOCK)
+    tier.append(1, b"operation")
+    assert tier.usage().taken <= tier.limit
+    for filling in fillings:
+        tier.filled(filling, [])
+
+
+@pytest.mark.parametrize("offset", [1, 4097, 70_003])
+def test_memory_to_be_filled_by_direct_reads_is_aligned(directory: Path, offset: int) -> None:
+    """Also behind a write that ended anywhere."""
+    tier, _ = opened(directory)
+    put(tier, 1, bytes(offset))
+    filling = run(tier.reserve(Place(SESSION, FILE, offset), 2 * BLOCK))
+    assert filling is not None
+    assert np.frombuffer(filling.kept.data, np.uint8).ctypes.data % BLOCK == 0
+    tier.filled(filling, [])
+
+
+def test_the_log_gives_back_what_it_took_in_a_burst(directory: Path) -> None:
+    """Where there is little memory, what it kept would be all of it."""
+    tier, _ = opened(directory, limit=32 * MIB)
+    released = 0
+    for sequence in range(1, 200):
+        while not tier.has_room(MIB + BLOCK):
+            tier.release(released := released + 8)
+        put(tier, sequence, bytes(MIB), unit=SESSION + sequence % 5)
+    tier.release(sequence)
+    assert tier.make_room(16 * MIB)
+
+
+def test_an_extent_of_another_history_is_replaced(directory: Path) -> None:
+    """The image was restored from a copy: its ids go another way from there."""
+    tier, _ = opened(directory)
+    old, new = os.urandom(5000), os.urandom(6000)
+    commit(tier, 1, extent_of(7, old), [put(tier, 1, old)[1]])
+    tier, _ = opened(directory, sequence=1)
+    commit(tier, 2, extent_of(7, new), [put(tier, 2, new)[1]])
+    assert found(tier, extent_of(7, new)) == new
+    tier.forget([extent_of(7, new)])
+    tier.evict_unit(SESSION)
+    assert kvmaps(directory) == []
+
+
+def test_a_name_that_was_told_is_not_that_of_another_file(directory: Path) -> None:
+    """Who maps without an open file may come late: then it must not be there."""
+    tier, _ = opened(directory)
+    names = set()
+    for number in range(1, 5):
+        _, kept = put(tier, number, data := os.urandom(5000))
+        commit(tier, number, extent_of(number, data), [kept])
+        names.update(path.name for path in kvmaps(directory))
+        tier.evict_unit(SESSION)
+    assert len(names) == 4
 
 
 STEPS = st.lists(
