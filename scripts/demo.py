@@ -226,14 +226,16 @@ def show(*command: str | Path) -> None:
 
 @dataclass
 class Mount:
-    """An image and the place where it is mounted."""
+    """An image, the place where it is mounted, and options of `kvfs mount`."""
 
     image: Path
     point: Path
+    options: tuple[str, ...] = ()
 
     def mount(self) -> None:
         """Start the daemon; it serves when this returns."""
-        run(KVFS, "mount", self.point, self.image, "--log", self.image.with_suffix(".log"))
+        log = self.image.with_suffix(".log")
+        run(KVFS, "mount", self.point, self.image, "--log", log, *self.options)
 
     def unmount(self) -> None:
         """Stop the daemon; the image is complete when this returns."""
@@ -266,15 +268,13 @@ def _is_running(pid: int) -> bool:
 
 
 @contextmanager
-def fresh_mount(directory: Path) -> Iterator[Mount]:
+def fresh_mount(directory: Path, *options: str) -> Iterator[Mount]:
     """A formatted, mounted image in `directory`; unmounted at the end, whatever happens."""
-    mount = Mount(directory / "kvfs.img", directory / "mnt")
+    mount = Mount(directory / "kvfs.img", directory / "mnt", options)
     mount.point.mkdir()
     run(KVFS, "mkfs", mount.image, "--size", IMAGE_SIZE)
     try:
         mount.mount()
-        # Compression is chosen on the root and inherited: it shows in the table at the end.
-        os.setxattr(mount.point, "user.kvfs.codec", b"planes")
         yield mount
     finally:
         _clear(mount.point)
@@ -557,6 +557,8 @@ def demo(directory: Path) -> bool:
     kept = play_in_memory(baseline, steps)
     mounted = Run.begin(model, tokenizer)
     with fresh_mount(directory) as mount:
+        # Compression is chosen on the root and inherited: it shows in the table at the end.
+        os.setxattr(mount.point, "user.kvfs.codec", b"planes")
         play_on_mount(mounted, steps, mount)
         mount.unmount()
         cold = drop_page_cache()
