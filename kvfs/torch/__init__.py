@@ -9,12 +9,14 @@ from kvfs.torch.errors import (
     SessionBusyError,
 )
 from kvfs.torch.hot import HotPool
+from kvfs.torch.router import KVRouter
 
 __all__ = [
     "FingerprintError",
     "HotBudgetError",
     "HotPool",
     "KVFSCache",
+    "KVRouter",
     "NotASessionError",
     "NotKVFSError",
     "SessionBusyError",

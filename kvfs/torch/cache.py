@@ -27,17 +27,19 @@ from kvfs.torch.counters import Counters
 from kvfs.torch.errors import HotBudgetError
 from kvfs.torch.files import ScratchFile
 from kvfs.torch.fingerprint import Fingerprint, sliding_windows
-from kvfs.torch.hot import HotPool, Workspace
+from kvfs.torch.hot import WORKSPACES, HotPool, Workspace
 from kvfs.torch.layer import KVFSLayer
 from kvfs.torch.mounts import require_kvfs
 from kvfs.torch.ranges import Ranges
 from kvfs.torch.session import Session
+from kvfs.torch.summary import SummarySlot
 from kvfs.torch.window import Window
 
 # As many layers are brought in at once: a layer's open and its last bytes are round trips to
 # the daemon, and a device wants several requests.
 _WORKERS = 4
 _log = logging.getLogger("kvfs.torch")
+_TRIES = 10
 
 
 @dataclass
@@ -184,6 +186,11 @@ class KVFSCache(Cache):
     def resident_bytes(self) -> int:
         """Bytes of hot memory that hold KV of this session."""
         return sum(layer.hot_count for layer in self.layers) * self.pool.slab_bytes
+
+    @property
+    def summary(self) -> SummarySlot:
+        """The small vectors that say what each round is about."""
+        return SummarySlot(self.path)
 
     def end_round(self) -> None:
         """Note that one user request is answered here, and write what is not written.
@@ -463,12 +470,21 @@ class KVFSCache(Cache):
         nbytes = self._seen_bytes(tokens)
         slabs = self._press(tokens)
         self._current = len(self.layers)
+        wanted = slabs + -(-WORKSPACES * nbytes // self.pool.slab_bytes)
+        asked = 0
         while not self._spaces:
             spaces = self.pool.lend(self, nbytes, len(self.layers), slabs)
             if spaces is not None:
                 self._spaces = spaces
+            elif asked == 0:
+                asked += 1
+                self.pool.press(wanted)
             elif places := self._make_room() or self._make_room_at_any_price():
                 self.pool.give(places)
+            elif asked < _TRIES:
+                # Another session that is being brought in was faster.
+                asked += 1
+                self.pool.press(wanted)
             else:
                 raise HotBudgetError(
                     f"session {self.path} needs {2 * nbytes} hot bytes for two of its layers, and "
