@@ -6,16 +6,17 @@ import errno
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from kvfs.tiers.heat import HeatMap
 from kvfs.torch.cache import KVFSCache
 from kvfs.torch.errors import NotKVFSError, SessionBusyError
 from kvfs.torch.fingerprint import Fingerprint
@@ -40,6 +41,7 @@ class _Seat:
     """
 
     name: str
+    number: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     cache: KVFSCache | None = None
     device: int = 0
@@ -49,21 +51,6 @@ class _Seat:
     wants_bytes: int = 0
     hot: bool = False
     last_used: float = 0.0  # monotonic clock
-
-
-class _Heat:
-    """H = sum of 1 / (now + 1 - tick) over a name's last accesses (design, section 7)."""
-
-    def __init__(self) -> None:
-        self._now = 0
-        self._ticks: dict[str, deque[int]] = {}
-
-    def touch(self, name: str) -> None:
-        self._now += 1
-        self._ticks.setdefault(name, deque(maxlen=100)).append(self._now)
-
-    def of(self, name: str) -> float:
-        return sum(1 / (self._now + 1 - tick) for tick in self._ticks.get(name, ()))
 
 
 class KVRouter:
@@ -119,7 +106,7 @@ class KVRouter:
         self._pool.on_pressure = self._make_room
         self._metrics = RouterMetrics(self._hot)
         self._seats: dict[str, _Seat] = {}
-        self._heat = _Heat()
+        self._heat = HeatMap()
         self._changed = threading.Condition()
         self._closed = False
         # A thread, not a look at each call: when all agents wait for their tools nobody
@@ -180,7 +167,7 @@ class KVRouter:
         self._tell(name, "prefetch", "1")
         seat = self._seat(name)
         with self._changed:
-            self._heat.touch(name)
+            self._heat.access(np.array([seat.number]))
             seat.hot, seat.last_used = True, time.monotonic()
             self._changed.notify_all()
         with self._if_free(seat) as free, self._counting_faults():
@@ -226,7 +213,10 @@ class KVRouter:
         with self._changed:
             if self._closed:
                 raise ValueError(f"the router of {self._directory} is closed")
-            return self._seats.setdefault(name, _Seat(name))
+            if name not in self._seats:
+                self._seats[name] = _Seat(name, number=len(self._seats))
+                self._heat.add(np.array([self._seats[name].number]))
+            return self._seats[name]
 
     def _take(self, name: str) -> _Seat:
         seat = self._seat(name)
@@ -234,7 +224,7 @@ class KVRouter:
             if seat.in_use:
                 raise SessionBusyError(f"session {name} is in use: leave its `with` block first")
             seat.in_use = seat.hot = True
-            self._heat.touch(name)
+            self._heat.access(np.array([seat.number]))
         return seat
 
     def _await_room(self, seat: _Seat) -> None:
@@ -400,7 +390,8 @@ class KVRouter:
     def _coldest_first(self) -> list[_Seat]:
         with self._changed:
             resting = [seat for seat in self._seats.values() if not seat.has_room]
-            return sorted(resting, key=lambda seat: self._heat.of(seat.name))
+            heats = self._heat.heat(np.array([seat.number for seat in resting], np.int64))
+        return [resting[at] for at in np.argsort(heats, kind="stable")]
 
     def _free_bytes(self) -> int:
         return self._pool.free_slabs * self._pool.slab_bytes
