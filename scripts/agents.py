@@ -56,7 +56,7 @@ AGENTS, HOT_AGENTS, WARM_AGENTS = 8, 2, 4
 SLAB_BYTES = 64 << 10  # 85 tokens: sessions here are short
 OUTAGE_SECONDS = 3.0
 # In the agents' time, which --speed divides; a longer gap would only make the run longer.
-LONGEST_GAP_SECONDS, START_WINDOW_SECONDS, IDLE_SECONDS = 300.0, 400.0, 20.0
+LONGEST_GAP_SECONDS, START_WINDOW_SECONDS, IDLE_SECONDS = 300.0, 300.0, 20.0
 SEED = 1
 
 Kind = Literal["first", "tool", "user"]
@@ -158,7 +158,11 @@ def scaled(script: Script, context: int, speed: float) -> Script:
     for turn in script:
         length = length * turn.keep + turn.new_tokens
         peak = max(peak, length)
-    factor = (context - sum(answers)) / peak
+    # Each turn says at least one token.
+    room = context - sum(answers) - len(script)
+    if room <= 0:
+        raise DemoError(f"--context {context} is too short for {len(script)} turns: give more")
+    factor = room / peak
     return [
         Turn(
             turn.kind,
@@ -585,9 +589,9 @@ def main() -> int:
     """Exit code 0 if the tokens are the same."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trace", type=Path, help="turns of coding agents: a CSV file")
-    parser.add_argument("--turns", type=int, default=8, help="of each agent")
+    parser.add_argument("--turns", type=int, default=6, help="of each agent")
     parser.add_argument("--context", type=int, default=768, help="tokens of a session at its end")
-    parser.add_argument("--speed", type=float, default=10.0, help="gaps are divided by it")
+    parser.add_argument("--speed", type=float, default=6.0, help="gaps are divided by it")
     parser.add_argument("--kill", action="store_true", help="SIGKILL the daemon in the middle")
     parser.add_argument("--dir", type=Path, help="put the image and the mountpoint below DIR")
     parser.add_argument("--json", type=Path, help="write the report to this file too")
