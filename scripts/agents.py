@@ -56,7 +56,13 @@ AGENTS, HOT_AGENTS, WARM_AGENTS = 8, 2, 4
 SLAB_BYTES = 64 << 10  # 85 tokens: sessions here are short
 OUTAGE_SECONDS = 3.0
 # In the agents' time, which --speed divides; a longer gap would only make the run longer.
-LONGEST_GAP_SECONDS, START_WINDOW_SECONDS, IDLE_SECONDS = 300.0, 300.0, 20.0
+LONGEST_GAP_SECONDS, START_WINDOW_SECONDS = 300.0, 300.0
+# The default's idle times, divided likewise. A group of ten would be more than there are.
+PROFILE = """
+hot_idle_seconds = {hot}
+warm_idle_seconds = {warm}
+warm_group = 1
+"""
 SEED = 1
 
 Kind = Literal["first", "tool", "user"]
@@ -544,10 +550,11 @@ def run(directory: Path, options: argparse.Namespace) -> Report:
     hot_bytes = HOT_AGENTS * session_bytes + 2 * layer_bytes
     warm_bytes = WARM_AGENTS * session_bytes
     pool = HotPool(hot_bytes, SLAB_BYTES)
-    idle_seconds = IDLE_SECONDS / options.speed
+    profile = directory / "agents.toml"
+    profile.write_text(PROFILE.format(hot=20 / options.speed, warm=300 / options.speed))
     with (
-        fresh_mount(directory, "--warm", str(warm_bytes)) as mount,
-        KVRouter(mount.point, model, pool=pool, idle_seconds=idle_seconds) as router,
+        fresh_mount(directory, "--warm", str(warm_bytes), "--profile", str(profile)) as mount,
+        KVRouter(mount.point, model, pool=pool, profile=str(profile)) as router,
     ):
         stage = Stage(router, model, mount)
         turns = sum(map(len, scripts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -16,7 +17,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from kvfs.tiers import profiles
 from kvfs.tiers.heat import HeatMap
+from kvfs.tiers.profiles import Profile
 from kvfs.torch.cache import KVFSCache
 from kvfs.torch.errors import NotKVFSError, SessionBusyError
 from kvfs.torch.fingerprint import Fingerprint
@@ -26,7 +29,6 @@ from kvfs.torch.mounts import require_kvfs
 
 _FREE_SHARE = 0.10  # of the budget: room is made until this much is free
 _RESERVED_SHARE, _FREE_SLABS_SHARE = 0.90, 0.05  # of the device, of the budget: too full
-_COLD_SECONDS = 300.0  # a pause longer than this is not worth the daemon's RAM either
 _OPEN_SESSIONS = 100  # each costs descriptors, and a hook that sees every forward
 _PATIENCE_SECONDS = 0.1  # for a session that another thread moves
 _UNKNOWN_TO_DAEMON = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -64,9 +66,9 @@ class KVRouter:
             router.resume("agent-7")    # its result is there
 
     Over the budget the oldest round of the coldest session goes down first, until a tenth
-    of the budget is free; a session that was not used for `idle_seconds` goes down as a
-    whole. What is in use stays. Safe to use from several threads; a session is used by one
-    at a time.
+    of the budget is free; a session that was not used for the profile's idle time (20 s)
+    goes down as a whole. What is in use stays. Safe to use from several threads; a session
+    is used by one at a time.
 
     When the daemon is gone, whatever needs it raises OSError. Once the ring is mounted
     again, the next use of a session takes it up there.
@@ -79,7 +81,7 @@ class KVRouter:
         hot_bytes: int | None = None,
         *,
         pool: HotPool | None = None,
-        idle_seconds: float = 20.0,
+        profile: Profile | str = Profile(),  # noqa: B008 - it is frozen
         window: int | None = None,
         rank: int = 0,
         world: int = 1,
@@ -87,10 +89,13 @@ class KVRouter:
         """Route the sessions below `directory`, which lies on a KVFS mount.
 
         Hot memory of all of them comes from `pool`, whose `on_pressure` is the router's then,
-        or from one of `hot_bytes`. `window`, `rank` and `world` are as in `KVFSCache.open`.
+        or from one of `hot_bytes`. `profile`, by itself, name or file, says when idle sessions
+        go down; its window is not used unless it is given, since the model would see less.
+        `window`, `rank` and `world` are as in `KVFSCache.open`.
 
         Raises:
             NotKVFSError: `directory` is not on a KVFS mount.
+            ProfileError: the profile cannot be used.
             ValueError: there are both a pool and a number of bytes.
         """
         if pool is not None and hot_bytes is not None:
@@ -99,7 +104,7 @@ class KVRouter:
         self._directory = Path(directory)
         self._model = model
         self._window, self._rank, self._world = window, rank, world
-        self._idle_seconds = idle_seconds
+        self._profile = profiles.load(profile) if isinstance(profile, str) else profile
         fingerprint = Fingerprint.of(model)
         self._token_bytes = fingerprint.row_layout().row_bytes * fingerprint.layers
         self._pool = HotPool(hot_bytes) if pool is None else pool
@@ -150,12 +155,13 @@ class KVRouter:
             OSError: the mount is gone or does not do what is asked.
         """
         self._tell(name, "hint", "tool_started")
+        self._tell_what_is_hot(self._seat(name))
         if expected_seconds is None:
             return
         self._tell(name, "hint", f"turn_expected={expected_seconds:g}")
-        if expected_seconds >= self._idle_seconds:
+        if expected_seconds >= self._profile.hot_idle_seconds:
             self._put_down(self._seat(name))
-        if expected_seconds >= _COLD_SECONDS:
+        if expected_seconds >= self._profile.warm_idle_seconds:
             self._tell(name, "demote", "1")
 
     def resume(self, name: str) -> None:
@@ -331,7 +337,7 @@ class KVRouter:
                     self._changed.wait()
                     continue
                 oldest = min(idle, key=lambda seat: seat.last_used)
-                left = oldest.last_used + self._idle_seconds - time.monotonic()
+                left = oldest.last_used + self._profile.hot_idle_seconds - time.monotonic()
                 if left <= 0:
                     return oldest
                 self._changed.wait(left)
@@ -344,6 +350,7 @@ class KVRouter:
                 with self._timed_eviction():
                     self._opened(seat).release()
                 seat.hot = False
+                self._tell_what_is_hot(seat)
 
     def _make_room(self, nbytes: int) -> None:
         """Rounds go down, the oldest of the coldest session first, until `nbytes` more are free
@@ -405,6 +412,11 @@ class KVRouter:
         except OSError as error:
             if error.errno not in _UNKNOWN_TO_DAEMON:
                 raise
+
+    def _tell_what_is_hot(self, seat: _Seat) -> None:
+        """So that the daemon does not bring in what is here, and does what is not."""
+        held = seat.cache.resident_bytes if seat.cache is not None else 0
+        self._tell(seat.name, "hint", f"hot_stats={json.dumps({'bytes': held})}")
 
     def _found(self, cache: KVFSCache) -> Found:
         """Where the session's KV is, before a turn moves it."""

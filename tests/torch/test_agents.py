@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from transformers import DynamicCache, PreTrainedModel
 
+from kvfs.tiers.profiles import Profile
 from kvfs.torch import HotPool, KVRouter
 from scripts import agents
 from scripts.agents import AGENTS, Agent, Stage, Turn
@@ -107,7 +108,9 @@ def test_agents_with_a_router_say_what_agents_in_memory_say(
     kept, routed = some_agents(4), some_agents(4)
     agents.play_in_memory(kept, model)
     pool = HotPool(2 * 8 * 8 * 4096, slab_bytes=4096)
-    with KVRouter(disk_mount.point, model, pool=pool, idle_seconds=0.1) as router:
+    with KVRouter(
+        disk_mount.point, model, pool=pool, profile=Profile(hot_idle_seconds=0.1)
+    ) as router:
         stage = Stage(router, model, disk_mount)
         stage.play(routed, kill_at)
         values = agents.metrics_of(router)

@@ -20,6 +20,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import DynamicCache, PreTrainedModel
 
+from kvfs.tiers.profiles import Profile
 from kvfs.torch import HotPool, KVFSCache, KVRouter, SessionBusyError
 from tests.support.mounter import Mounter, kvfs
 
@@ -126,7 +127,7 @@ def test_room_is_made_until_a_tenth_is_free(
 def test_an_idle_session_goes_down_by_itself(
     make_router: Callable[..., KVRouter], model: PreTrainedModel, prompt: Prompt
 ) -> None:
-    router = make_router(idle_seconds=0.05)
+    router = make_router(profile=Profile(hot_idle_seconds=0.05))
     turn(router, "agent", prompt(50), model)
     eventually(lambda: metrics(router)["kv_sessions", "idle"] == 1)
     assert metrics(router)["kv_hot_bytes",] == 0
@@ -159,7 +160,7 @@ def test_a_session_is_used_by_one_at_a_time(
 def test_a_pause_that_is_longer_than_the_idle_time_puts_the_session_down(
     make_router: Callable[..., KVRouter], model: PreTrainedModel, prompt: Prompt
 ) -> None:
-    router = make_router(idle_seconds=30.0)
+    router = make_router(profile=Profile(hot_idle_seconds=30.0))
     turn(router, "agent", prompt(50), model)
     for expected, left in ((None, 4), (9.0, 4), (127.0, 0)):
         router.pause("agent", expected)
@@ -202,7 +203,7 @@ def test_agents_in_threads_of_their_own(
     make_router: Callable[..., KVRouter], model: PreTrainedModel, prompt: Prompt
 ) -> None:
     """Turns, pauses and idle sessions that go down, all at once, with memory for two of six."""
-    router = make_router(30, idle_seconds=0.02)
+    router = make_router(30, profile=Profile(hot_idle_seconds=0.02))
     wrong: list[str] = []
 
     def live(number: int) -> None:
@@ -258,6 +259,7 @@ def test_hints_are_written_where_the_daemon_knows_them(
     router = make_router()
     turn(router, "agent", prompt(5), model)
     told: list[tuple[str, bytes]] = []
+    hot = b'hot_stats={"bytes": %d}'
     real = os.setxattr
 
     def note(path: Path, name: str, value: bytes) -> None:
@@ -270,8 +272,11 @@ def test_hints_are_written_where_the_daemon_knows_them(
     router.resume("agent")
     assert told == [
         ("user.kvfs.hint", b"tool_started"),
+        ("user.kvfs.hint", hot % BLOCK_BYTES),
         ("user.kvfs.hint", b"tool_started"),
+        ("user.kvfs.hint", hot % BLOCK_BYTES),
         ("user.kvfs.hint", b"turn_expected=400"),
+        ("user.kvfs.hint", hot % 0),
         ("user.kvfs.demote", b"1"),
         ("user.kvfs.hint", b"tool_done"),
         ("user.kvfs.prefetch", b"1"),
@@ -284,7 +289,7 @@ def test_the_router_goes_on_when_the_daemon_is_back(
     """SIGKILL: an error for each agent that needs the mount, and no token lost after."""
     mounter.mount()
     reference = {name: DynamicCache() for name in ("first", "second")}
-    with KVRouter(mounter.mountpoint, model, idle_seconds=0.05) as router:
+    with KVRouter(mounter.mountpoint, model, profile=Profile(hot_idle_seconds=0.05)) as router:
         for name, kept in reference.items():
             turn(router, name, prompt(40), model)
             fill(model, kept, prompt(40))
