@@ -63,6 +63,7 @@ hot_idle_seconds = {hot}
 warm_idle_seconds = {warm}
 warm_group = 1
 """
+WARM_FILL, WARM_SEGMENT_BYTES = 0.85, 64 << 10
 SEED = 1
 
 Kind = Literal["first", "tool", "user"]
@@ -548,7 +549,9 @@ def run(directory: Path, options: argparse.Namespace) -> Report:
     session_bytes = layers * layer_bytes
     # And a layer put together for attention, twice: one computes while the other is fetched.
     hot_bytes = HOT_AGENTS * session_bytes + 2 * layer_bytes
-    warm_bytes = WARM_AGENTS * session_bytes
+    # In warm memory an append takes at least a segment; and it is filled to a level only.
+    appends_bytes = options.turns * layers * WARM_SEGMENT_BYTES
+    warm_bytes = int(WARM_AGENTS * (session_bytes + appends_bytes) / WARM_FILL)
     pool = HotPool(hot_bytes, SLAB_BYTES)
     profile = directory / "agents.toml"
     profile.write_text(PROFILE.format(hot=20 / options.speed, warm=300 / options.speed))

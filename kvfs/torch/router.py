@@ -31,6 +31,7 @@ _FREE_SHARE = 0.10  # of the budget: room is made until this much is free
 _RESERVED_SHARE, _FREE_SLABS_SHARE = 0.90, 0.05  # of the device, of the budget: too full
 _OPEN_SESSIONS = 100  # each costs descriptors, and a hook that sees every forward
 _PATIENCE_SECONDS = 0.1  # for a session that another thread moves
+_TIER = "user.kvfs.tier"
 _UNKNOWN_TO_DAEMON = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOTSUP)
 
 
@@ -422,7 +423,8 @@ class KVRouter:
         """Where the session's KV is, before a turn moves it."""
         total = cache.get_seq_length() * self._token_bytes
         hot_bytes = min(total, cache.resident_bytes)
-        return Found(hot_bytes, total - hot_bytes, _tier_below(cache.path))
+        below = total - hot_bytes
+        return Found(hot_bytes, below, _tier_below(cache.path) if below else "warm")
 
     def _hot(self) -> Hot:
         with self._changed:
@@ -446,8 +448,14 @@ class KVRouter:
 
 
 def _tier_below(session: Path) -> Tier:
-    """Where a session is when it is not hot; cold unless all of it is warm."""
+    """Where a session's KV is when it is not hot; cold unless all of it is warm."""
     try:
-        return "warm" if os.getxattr(session, "user.kvfs.tier") == b"warm" else "cold"
+        told = os.getxattr(session, _TIER)
+        if told == b"mixed":
+            # Its small files count there too; what a turn reads is the layers.
+            layers = [name for name in os.listdir(session) if name.startswith("layer.")]
+            if all(os.getxattr(session / name, _TIER) == b"warm" for name in layers):
+                told = b"warm"
     except OSError:
         return "cold"
+    return "warm" if told == b"warm" else "cold"
