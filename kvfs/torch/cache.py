@@ -241,7 +241,7 @@ class KVFSCache(Cache):
     def prefetch_all(self) -> None:
         """Begin to bring in, in the background, what attention needs and the budget allows."""
         self._settle()
-        self._press(0)
+        self._press(0, self._seen_bytes(0))
         for index in range(len(self.layers)):
             self.prefetch(index)
 
@@ -468,9 +468,9 @@ class KVFSCache(Cache):
     def _reserve(self, tokens: int) -> None:
         """Room for a forward of `tokens` tokens: workspaces, and slabs as far as they go."""
         nbytes = self._seen_bytes(tokens)
-        slabs = self._press(tokens)
+        slabs = self._press(tokens, nbytes)
         self._current = len(self.layers)
-        wanted = slabs + -(-WORKSPACES * nbytes // self.pool.slab_bytes)
+        wanted = slabs + self._slabs_of_spaces(nbytes)
         asked = 0
         while not self._spaces:
             spaces = self.pool.lend(self, nbytes, len(self.layers), slabs)
@@ -503,15 +503,20 @@ class KVFSCache(Cache):
         seen = max(spans.total(layer.past) for layer in kinds.values()) + tokens
         return seen * self.layers[0].layout.row_bytes
 
-    def _press(self, tokens: int) -> int:
-        """Ask for the slabs that `tokens` more tokens and what is not hot want; their number."""
+    def _press(self, tokens: int, nbytes: int) -> int:
+        """Ask for room: the slabs that `tokens` more tokens and what is not hot want, whose number
+        is returned, and with them two workspaces of `nbytes`."""
         size = self.layers[0].block_tokens
         slabs = -(-(self._length + tokens) // size) - -(-self._length // size)
         slabs *= len(self.layers)
         slabs += sum(len(layer.lacking(layer.past)) for layer in self.layers if not layer.is_hot)
         if slabs:
-            self.pool.press(slabs)
+            self.pool.press(slabs + self._slabs_of_spaces(nbytes))
         return slabs
+
+    def _slabs_of_spaces(self, nbytes: int) -> int:
+        """As many slabs as two workspaces of `nbytes` take."""
+        return -(-WORKSPACES * nbytes // self.pool.slab_bytes)
 
     def _space_of(self, layer_idx: int) -> Workspace:
         """One of its own while there are enough; the last two serve the others in turn."""
