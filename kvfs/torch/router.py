@@ -415,9 +415,16 @@ class KVRouter:
                 raise
 
     def _tell_what_is_hot(self, seat: _Seat) -> None:
-        """So that the daemon does not bring in what is here, and does what is not."""
-        held = seat.cache.resident_bytes if seat.cache is not None else 0
-        self._tell(seat.name, "hint", f"hot_stats={json.dumps({'bytes': held})}")
+        """So that the daemon leaves what is here, and knows how often that was enough."""
+        cache = seat.cache
+        if cache is not None:
+            counted = cache.counters
+            stats = {
+                "bytes": cache.resident_bytes,
+                "hits": counted.hot_hits,
+                "misses": counted.fetched_blocks,
+            }
+            self._tell(seat.name, "hint", f"hot_stats={json.dumps(stats)}")
 
     def _found(self, cache: KVFSCache) -> Found:
         """Where the session's KV is, before a turn moves it."""

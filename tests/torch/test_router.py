@@ -259,7 +259,7 @@ def test_hints_are_written_where_the_daemon_knows_them(
     router = make_router()
     turn(router, "agent", prompt(5), model)
     told: list[tuple[str, bytes]] = []
-    hot = b'hot_stats={"bytes": %d}'
+    hot = b'hot_stats={"bytes": %d, "hits": 0, "misses": 0}'
     real = os.setxattr
 
     def note(path: Path, name: str, value: bytes) -> None:
