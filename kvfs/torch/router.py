@@ -323,7 +323,8 @@ class KVRouter:
     def _keep(self) -> None:
         """Put sessions down when they have been idle for long enough; runs in a thread."""
         while (seat := self._idle_seat()) is not None:
-            with suppress(OSError):
+            # Whatever is wrong with it is said to who uses it next.
+            with suppress(OSError, ValueError, SessionBusyError):
                 self._put_down(seat)
             with self._changed:
                 # Of one that could not be put down: try again, but not at once.
