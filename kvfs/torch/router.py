@@ -314,9 +314,13 @@ class KVRouter:
 
     def _let_go(self, seat: _Seat) -> None:
         with seat.lock:
+            if seat.cache is None:
+                return
+            # On a mount that came back what is not written yet can still be.
+            with suppress(OSError):
+                self._opened(seat)
             cache, seat.cache, seat.hot = seat.cache, None, False
-            if cache is not None:
-                cache.close()
+            cache.close()
 
     # Down
 

@@ -293,7 +293,8 @@ def test_the_router_goes_on_when_the_daemon_is_back(
         for name, kept in reference.items():
             turn(router, name, prompt(40), model)
             fill(model, kept, prompt(40))
-        eventually(lambda: metrics(router)["kv_sessions", "idle"] == 2)
+        turn(router, "not used again", prompt(40), model)
+        eventually(lambda: metrics(router)["kv_sessions", "idle"] == 3)
         mounter.kill()
         for name in reference:
             with pytest.raises(OSError, match=r"not connected|abort"):
