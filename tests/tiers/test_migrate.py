@@ -7,6 +7,7 @@ write-back, checkpoints and what waits for them go on between each other.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -222,6 +223,21 @@ def test_who_needs_what_is_brought_in_on_a_guess_does_not_wait_behind_all_demand
     bench.executor.finish(needed)
     assert needed.completion.result() is not None
     assert bytes(bench.go(bench.store.read(ino, 0, 4 * MIB))) == content
+
+
+def test_a_deep_tree_goes_down_and_comes_up(tmpfs: Path) -> None:
+    bench = make_deferred(tmpfs, 1, new_device(segments=48))
+    session = Session(bench, Random(1))
+    migration, store, directory = session.migration, bench.store, session.directory
+    for _ in range(sys.getrecursionlimit()):
+        directory = bench.go(store.create(directory, b"d", DIRECTORY, 0, 0)).inode.ino
+    ino = bench.go(store.create(directory, b"file", FILE, 0, 0)).inode.ino
+    bench.go(store.write(ino, 0, content := Random(2).randbytes(5000)))
+    assert bench.go(migration.demote(session.directory)) > 0
+    assert bench.go(migration.tier(session.directory)) == "cold"
+    assert bench.go(migration.promote(session.directory))
+    assert bench.go(migration.tier(session.directory)) == "warm"
+    assert bytes(bench.go(store.read(ino, 0, 5000))) == content
 
 
 def test_who_closes_a_file_that_is_brought_in_for_it_leaves_no_lease(tmpfs: Path) -> None:
