@@ -513,19 +513,19 @@ class State:
         content.codec_version = version
 
     def _own_or_inherited(self, ino: int, own: bytes | None, version: int) -> Step[CodecChoice]:
-        if own is not None:
-            return CodecChoice(own.decode())
-        above = yield from self._directory_above(ino)
-        if above is None:
-            return CodecChoice.AUTO
-        return (yield from self._choice_in(above, version))
-
-    def _choice_in(self, directory: int, version: int) -> Step[CodecChoice]:
-        """What files in a directory inherit: the same for many, so it is remembered."""
-        choice = self._choices.get((directory, version))
-        if choice is None:
-            own = yield from self.names.xattr(directory, CODEC_XATTR)
-            choice = yield from self._own_or_inherited(directory, own, version)
+        """What files in a directory inherit is the same for many, so it is remembered."""
+        passed: list[int] = []
+        while own is None:
+            above = yield from self._directory_above(ino)
+            choice = CodecChoice.AUTO if above is None else self._choices.get((above, version))
+            if above is None or choice is not None:
+                break
+            own = yield from self.names.xattr(above, CODEC_XATTR)
+            passed.append(ino := above)
+        else:
+            choice = CodecChoice(own.decode())
+        assert choice is not None
+        for directory in passed:
             self._choices[directory, version] = choice
         return choice
 

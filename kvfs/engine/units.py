@@ -62,6 +62,15 @@ class Session:
     pinned: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Above:
+    """Of a directory: the outermost session that it is in, or is, and what the nearest
+    `user.kvfs.unit` says, its own or one above."""
+
+    session: int | None
+    said: bytes | None
+
+
 @dataclass(slots=True)
 class Units:
     """`total` tells the size of the ring in bytes. `opened` counts open files by inode;
@@ -94,7 +103,7 @@ class Units:
         session = self._sessions.get(directory)
         if session is None:
             try:
-                session = (yield from self._outermost_session(directory)) or 0
+                session = (yield from self._above(directory, {})).session or 0
             except FileNotFoundError:  # of a file without a name
                 session = 0
             self._sessions[directory] = session
@@ -104,33 +113,42 @@ class Units:
         """The outermost session that an inode is in, or itself. Raises ENOENT."""
         return (yield from self._unit_of(ino, {}))
 
-    def _unit_of(self, ino: int, known: dict[int, int | None]) -> Step[int]:
-        """`known` are the sessions that directories are in: to find one looks at all of it,
-        which is not done again for each of its files."""
+    def _unit_of(self, ino: int, known: dict[int, _Above]) -> Step[int]:
+        """`known` is what was found of directories: to find a session looks at all of it, which
+        is not done again for each of its files."""
         node = yield from self.state.nodes.node(ino)
         directory = ino if node.is_directory else node.inode.parent
+        return (yield from self._above(directory, known)).session or ino
+
+    def _above(self, directory: int, known: dict[int, _Above]) -> Step[_Above]:
+        """Of each directory from the last known one down, once: trees may be deep."""
+        below: list[int] = []
+        while directory not in known and directory != ROOT_INODE:
+            below.append(directory)
+            directory = (yield from self.state.nodes.node(directory)).inode.parent
         if directory not in known:
-            known[directory] = yield from self._outermost_session(directory)
-        return known[directory] or ino
-
-    def _outermost_session(self, directory: int) -> Step[int | None]:
-        for above in (yield from self.chain(directory)):
-            if above != ROOT_INODE and (yield from self.is_session(above)):
-                return above
-        return None
-
-    def chain(self, ino: int) -> Step[list[int]]:
-        """The directories that lead to an inode, from the root on; itself if it is one."""
-        node = yield from self.state.nodes.node(ino)
-        chain = [ino] if node.is_directory else []
-        while ino != ROOT_INODE:
-            ino = (yield from self.state.nodes.node(ino)).inode.parent
-            chain.append(ino)
-        return chain[::-1]
+            known[directory] = _Above(
+                None, (yield from self.state.names.xattr(ROOT_INODE, UNIT_XATTR))
+            )
+        above = known[directory]
+        for directory in reversed(below):
+            own = yield from self.state.names.xattr(directory, UNIT_XATTR)
+            said = above.said if own is None else own
+            session = above.session
+            if session is None and (yield from self._is_session(directory, said)):
+                session = directory
+            above = known[directory] = _Above(session, said)
+        return above
 
     def is_session(self, directory: int) -> Step[bool]:
         """What `user.kvfs.unit` says, its own or the nearest above; else what is in it."""
-        said = yield from self.inherited(directory, UNIT_XATTR)
+        return (
+            yield from self._is_session(
+                directory, (yield from self.inherited(directory, UNIT_XATTR))
+            )
+        )
+
+    def _is_session(self, directory: int, said: bytes | None) -> Step[bool]:
         if said in (b"session", b"pool"):
             return said == b"session"
         return (yield from self._looks_like_a_session(directory))
@@ -165,11 +183,9 @@ class Units:
 
     def stored(self, ino: int) -> Step[int]:
         """What an inode and all below it take on the device, in bytes."""
-        node = yield from self.state.nodes.node(ino)
-        total = node.taken
-        if node.is_directory:
-            for _, entry in (yield from self.state.names.entries(ino, 0, 1 << 62)):
-                total += yield from self.stored(entry.ino)
+        total = 0
+        for below in (yield from self._members(ino)):
+            total += (yield from self.state.nodes.node(below)).taken
         return total
 
     # -- when used
@@ -182,13 +198,13 @@ class Units:
         """Find the units of what was used, of so many inodes at most, and note when."""
         used = dict(islice(self._used.items(), limit))
         latest: dict[int, int] = {}
-        known: dict[int, int | None] = {}
+        known: dict[int, _Above] = {}
         for ino, used_ns in used.items():
             try:
                 unit = yield from self._unit_of(ino, known)
             except FileNotFoundError:
                 continue  # it is gone
-            if known.get(unit, unit) is None:
+            if _is_pool(unit, known):
                 continue  # the directory of a pool is no unit
             latest[unit] = max(used_ns, latest.get(unit, 0))
         for ino, used_ns in latest.items():
@@ -300,10 +316,10 @@ class Units:
         longer is forgotten."""
         if (yield from self.unit(victim.ino)).used_ns > victim.unit.used_ns:
             return False
-        known: dict[int, int | None] = {}
+        known: dict[int, _Above] = {}
         try:
             unit = yield from self._unit_of(victim.ino, known)
-            if unit != victim.ino or known.get(unit, unit) is None:
+            if unit != victim.ino or _is_pool(unit, known):
                 self.index.apply([(unit_key(victim.ino), None)])
                 return False
             if (yield from self.is_pinned(victim.ino)):
@@ -316,11 +332,12 @@ class Units:
         return not any(ino in members for ino in (*self.opened, *recent))
 
     def _members(self, ino: int) -> Step[list[int]]:
-        node = yield from self.state.nodes.node(ino)
         found = [ino]
-        if node.is_directory:
-            for _, entry in (yield from self.state.names.entries(ino, 0, 1 << 62)):
-                found += yield from self._members(entry.ino)
+        for ino in found:  # which grows: trees may be deep
+            node = yield from self.state.nodes.node(ino)
+            if node.is_directory:
+                entries = yield from self.state.names.entries(ino, 0, 1 << 62)
+                found += [entry.ino for _, entry in entries]
         return found
 
     def path(self, ino: int) -> Step[bytes]:
@@ -331,6 +348,11 @@ class Units:
             parts.append(inode.name)
             ino = inode.parent
         return b"/".join(reversed(parts))
+
+
+def _is_pool(unit: int, known: dict[int, _Above]) -> bool:
+    """Whether it is a directory without a session; files are units there."""
+    return unit in known and known[unit].session is None
 
 
 def _tell(policy: Policy, used: dict[int, int]) -> None:

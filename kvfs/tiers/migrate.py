@@ -31,6 +31,7 @@ _REWRITE_WINDOW = 32 * 1024 * 1024
 _FRAGMENTED = 2
 _FILES_MAX = 1 << 20
 _PREFETCHES_MAX = 64
+_LOOKED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +75,43 @@ class Migration:
     latencies: Latencies = field(default_factory=Latencies)
     _migrating: dict[int, _Underway] = field(default_factory=dict)
     _prefetching: set[int] = field(default_factory=set)
+    _looked_at: int = 0
 
     # -- up
 
     def promote(self, ino: int, urgency: Urgency = Urgency.DEMAND) -> Step[bool]:
         """Bring a file, or all files below a directory, into the warm tier. Whether all of
         it is there now. Raises OSError when the device fails, ENOENT."""
-        node = yield from self.store.node(ino)
-        if not node.is_directory:
-            mine = _Underway(urgency)
-            return (yield from self._alone(ino, mine, self._promote_file(ino, mine)))
+        if (yield from self.store.node(ino)).is_directory:
+            return (yield from self._promote_tree(ino, urgency))
+        mine = _Underway(urgency)
+        return (yield from self._alone(ino, mine, self._promote_file(ino, mine)))
+
+    def _promote_tree(self, directory: int, urgency: Urgency) -> Step[bool]:
         complete = True
-        entries = yield from self._entries(ino)
-        yield from self._make_ready(ino, entries)
-        for entry in entries:
+        files = yield from self._files(directory)
+        yield from self._make_ready(directory, files)
+        for ino in files:
             try:
-                complete &= yield from self.promote(entry, urgency)
+                complete &= yield from self.promote(ino, urgency)
             except FileNotFoundError:
                 continue  # it was removed meanwhile
         return complete
 
-    def _make_ready(self, session: int, entries: list[int]) -> Step[None]:
+    def _make_ready(self, session: int, files: list[int]) -> Step[None]:
         """Memory for the files of a session of which nothing is here."""
         size = 0
-        yield from self.store.load(entries)
-        for entry in entries:
-            if (yield from self.tier(entry)) == "cold":
-                length = (yield from self.store.node(entry)).inode.size
-                size += round_up(length, KVMAP_SEGMENT_ALIGN)
-        if size and (yield from self.store.units.session_of(entries[0])) == session:
+        try:
+            if not files or (yield from self.store.units.session_of(files[0])) != session:
+                return
+            yield from self.store.load(files)
+            for ino in files:
+                if (yield from self.tier(ino)) == "cold":
+                    length = (yield from self.store.node(ino)).inode.size
+                    size += round_up(length, KVMAP_SEGMENT_ALIGN)
+        except FileNotFoundError:
+            return  # one was removed meanwhile
+        if size:
             yield from self.warm.make_ready(session, size)
 
     def prefetch(self, ino: int) -> None:
@@ -239,16 +248,14 @@ class Migration:
         return "cold" if cold else "warm"
 
     def _where(self, ino: int) -> Step[tuple[bool, bool]]:
-        node = yield from self.store.node(ino)
         warm = cold = False
-        if node.is_directory:
-            for entry in (yield from self._entries(ino)):
-                one_warm, one_cold = yield from self._where(entry)
-                warm, cold = warm or one_warm, cold or one_cold
-            return warm, cold
-        for part in (yield from self.store.parts(ino, 0, node.inode.size)):
-            is_cold = isinstance(part, Stored) and self.store.reader.warm(part.extent) is None
-            warm, cold = warm or not is_cold, cold or is_cold
+        for file in (yield from self._files(ino)):
+            for part in (yield from self._parts(file)):
+                is_cold = isinstance(part, Stored) and self.store.reader.warm(part.extent) is None
+                warm, cold = warm or not is_cold, cold or is_cold
+            if warm and cold:
+                break
+            yield from self._let_others_go_on()
         return warm, cold
 
     def map(self, ino: int) -> Step[Mapped | None]:
@@ -311,11 +318,47 @@ class Migration:
         entries = yield from self.store.list_directory(directory, 0, _FILES_MAX)
         return [entry.ino for _, entry in sorted(entries, key=lambda pair: pair[1].name)]
 
-    def _extents(self, ino: int) -> Step[list[Extent]]:
-        node = yield from self.store.node(ino)
-        if not node.is_directory:
-            return (yield from self.store.extents(ino, 0, node.inode.size))
+    def _files(self, ino: int) -> Step[list[int]]:
+        """Itself if it is one, else all below it, in the order of their names."""
         found = []
-        for entry in (yield from self._entries(ino)):
-            found += yield from self._extents(entry)
+        left = [ino]
+        while left:
+            one = left.pop()
+            try:
+                if (yield from self.store.node(one)).is_directory:
+                    left += reversed((yield from self._entries(one)))
+                else:
+                    found.append(one)
+            except FileNotFoundError:  # it was removed meanwhile
+                if one == ino:
+                    raise
+            yield from self._let_others_go_on()
         return found
+
+    def _extents(self, ino: int) -> Step[list[Extent]]:
+        found = []
+        for file in (yield from self._files(ino)):
+            parts = yield from self._parts(file)
+            found += [part.extent for part in parts if isinstance(part, Stored)]
+            yield from self._let_others_go_on()
+        return found
+
+    def _parts(self, ino: int) -> Step[list[Part]]:
+        """All of a file; nothing when it was removed meanwhile."""
+        try:
+            size = (yield from self.store.node(ino)).inode.size
+            return (yield from self.store.parts(ino, 0, size))
+        except FileNotFoundError:
+            return []
+
+    def _let_others_go_on(self) -> Step[None]:
+        """Now and then: there may be very many files, all of them in memory."""
+        self._looked_at += 1
+        if self._looked_at % _LOOKED_AT_ONCE == 0:
+            pause: Completion[None] = self.executor.submit(_nothing)
+            if not pause.done:
+                yield pause
+
+
+def _nothing() -> None:
+    pass

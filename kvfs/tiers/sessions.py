@@ -24,7 +24,10 @@ class WarmSessions:
         return session in self._whole
 
     def promote(self, session: int) -> Step[int]:
-        counters = self.migration.warm.counters
+        warm, counters = self.migration.warm, self.migration.warm.counters
+        stored = (yield from self.migration.store.units.unit(session)).stored
+        if stored > warm.limit // 2:
+            return 0  # it would drive out all others, and then its own beginning
         before = counters.promoted
         self._coming.add(session)
         try:

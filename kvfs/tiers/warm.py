@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POOL_FILE_MAX = 64 * 1024 * 1024
+_POOL_SHARE = 8  # one part in so many of the pools' memory goes at once
 _SESSION_SHARE = 8  # of the limit: one part in so many is the most that one file holds
 _SUFFIX = ".kvmap"
 _IDLE_SHARE = 16  # of the limit: one part in so many may be chunks of the log that wait
@@ -309,8 +310,13 @@ class WarmTier:
 
     def evict_unit(self, unit: int) -> int:
         """Give up the memory of a session, as far as it is in the ring and nobody has it
-        mapped. Returns the bytes."""
-        return sum(self._evict(kvmap) for kvmap in self._of_unit(unit) if self._may_go(kvmap))
+        mapped; of the pools, which are all one, a part that was not used for the longest time.
+        Returns the bytes."""
+        going = self._of_unit(unit)
+        if not unit:
+            by_use = [kvmap for kvmap in self._kvmaps.values() if not kvmap.header.unit]
+            going = by_use[: -(-len(by_use) // _POOL_SHARE)]
+        return sum(self._evict(kvmap) for kvmap in going if self._may_go(kvmap))
 
     def evict_extents(self, extents: Iterable[Extent]) -> int:
         """The same for the files of memory that hold any of these."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -17,6 +18,7 @@ from kvfs.engine import units as units_module
 from kvfs.engine import writer as writer_module
 from kvfs.engine.format import TABLE_UNITS
 from kvfs.engine.io import Step, run
+from kvfs.engine.names import Names
 from kvfs.engine.units import Units
 from kvfs.tiers.policy import S3FIFO
 from tests.crash.machine import Clock
@@ -471,3 +473,22 @@ def test_what_reclaim_may_remove_counts_as_available(ring: Bench, clock: Clock) 
     run(ring.store.units.oldest(clock.time_ns()))
     usage = ring.store.usage()
     assert usage.available >= usage.free + 11 * MIB
+
+
+def test_what_is_in_a_deep_tree_is_booked_without_looking_up_again_for_each(
+    ring: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests wait for the tick that books: for 1500 levels it took hours."""
+    depth = sys.getrecursionlimit()
+    deep = session(ring, b"deep", 100)
+    for parent in (1, deep):
+        for _ in range(depth):
+            parent = ring.make(b"d", parent=parent, mode=DIRECTORY)
+        ring.write(ring.make(b"file", parent=parent), b"data")
+    asked: list[int] = []
+    xattr = Names.xattr
+    monkeypatch.setattr(
+        Names, "xattr", lambda names, ino, name: asked.append(ino) or xattr(names, ino, name)
+    )
+    run(units(ring).book())
+    assert depth < len(asked) < 8 * depth

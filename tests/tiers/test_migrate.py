@@ -7,6 +7,7 @@ write-back, checkpoints and what waits for them go on between each other.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import pytest
 from kvfs.engine.io import Step, Urgency
 from kvfs.tiers import oplog, warm
 from kvfs.tiers.migrate import Migration
+from kvfs.tiers.sessions import WarmSessions
 from tests.engine.audit import audit
 from tests.engine.deferred import Task
 from tests.engine.kit import DIRECTORY, FILE, MIB, new_device
@@ -39,6 +41,7 @@ class Session:
 
     bench: DeferredBench
     random: Random
+    name: bytes = b"agent"
     directory: int = 0
     layers: dict[int, bytearray] = field(default_factory=dict)
     reads: list[tuple[Task[bytes], int, int, int, list[bytes]]] = field(default_factory=list)
@@ -46,7 +49,7 @@ class Session:
 
     def __post_init__(self) -> None:
         bench = self.bench
-        made = bench.go(bench.store.create(1, b"agent", DIRECTORY, 0, 0))
+        made = bench.go(bench.store.create(1, self.name, DIRECTORY, 0, 0))
         self.directory = made.inode.ino
         for number in range(3):
             name = b"layer.%03d" % number
@@ -222,6 +225,45 @@ def test_who_needs_what_is_brought_in_on_a_guess_does_not_wait_behind_all_demand
     bench.executor.finish(needed)
     assert needed.completion.result() is not None
     assert bytes(bench.go(bench.store.read(ino, 0, 4 * MIB))) == content
+
+
+def test_a_guess_that_does_not_fit_drives_nobody_out(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oplog, "CHUNK_SIZE", MIB)
+    monkeypatch.setattr(warm, "CHUNK_SIZE", MIB)
+    bench = make_deferred(tmpfs, 1, new_device(segments=64))
+    small, large = Session(bench, Random(1)), Session(bench, Random(2), b"large")
+    bench.go(bench.store.set_xattr(large.directory, b"user.kvfs.unit", b"session"))
+    for ino in large.layers:
+        for at in range(4):
+            bench.go(bench.store.write(ino, at * MIB, large.random.randbytes(MIB)))
+    bench.go(bench.store.write(small.pick(), 0, small.random.randbytes(MIB)))
+    bench.go(large.migration.demote(large.directory))
+    bench.executor.settle()
+    bench.go(bench.store.checkpoint())  # books what sessions take
+    bench.warm.limit = 12 * MIB
+    sessions = WarmSessions(large.migration)
+    assert bench.go(sessions.promote(large.directory)) == 0
+    assert bench.go(large.migration.tier(small.directory)) == "warm"
+    bench.go(large.migration.demote(small.directory))
+    assert bench.go(sessions.promote(small.directory)) > 0
+    assert sessions.is_whole(small.directory)
+
+
+def test_a_deep_tree_goes_down_and_comes_up(tmpfs: Path) -> None:
+    bench = make_deferred(tmpfs, 1, new_device(segments=48))
+    session = Session(bench, Random(1))
+    migration, store, directory = session.migration, bench.store, session.directory
+    for _ in range(sys.getrecursionlimit()):
+        directory = bench.go(store.create(directory, b"d", DIRECTORY, 0, 0)).inode.ino
+    ino = bench.go(store.create(directory, b"file", FILE, 0, 0)).inode.ino
+    bench.go(store.write(ino, 0, content := Random(2).randbytes(5000)))
+    assert bench.go(migration.demote(session.directory)) > 0
+    assert bench.go(migration.tier(session.directory)) == "cold"
+    assert bench.go(migration.promote(session.directory))
+    assert bench.go(migration.tier(session.directory)) == "warm"
+    assert bytes(bench.go(store.read(ino, 0, 5000))) == content
 
 
 def test_who_closes_a_file_that_is_brought_in_for_it_leaves_no_lease(tmpfs: Path) -> None:

@@ -314,6 +314,23 @@ def test_who_has_mapped_memory_keeps_it(directory: Path) -> None:
     assert bytes(kept.data) == data, "a view outlives the file"
 
 
+def test_pools_go_in_parts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the policy they are one: it names them as often as a mount has nothing else."""
+    monkeypatch.setattr(warm, "_POOL_FILE_MAX", MIB)
+    tier, _ = opened(directory)
+    extents = {}
+    for number in range(1, 21):
+        _, kept = put(tier, number, data := os.urandom(MIB // 2), unit=0)
+        extents[number] = extent_of(number, data)
+        commit(tier, number, extents[number], [kept])
+    assert found(tier, extents[1]), "used last"
+    before = tier.usage().taken
+    assert tier.next_to_go(10) == [0]
+    assert 0 < tier.evict_unit(0) < before // 2
+    assert found(tier, extents[1]) is not None
+    assert found(tier, extents[2]) is None
+
+
 def test_sessions_without_memory_are_not_named(directory: Path) -> None:
     """Each read of any session is told to the policy: it must not name those in vain."""
     tier, _ = opened(directory)
