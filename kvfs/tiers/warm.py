@@ -140,6 +140,7 @@ class WarmTier:
     _uuid: bytes = b""
     _token: bytes = b""
     _released: int = -1
+    _all_dirty_since: int | None = None
     _serial: int = 0
     _taken: int = 0
     _kvmaps: OrderedDict[int, Kvmap] = field(default_factory=OrderedDict)
@@ -271,12 +272,16 @@ class WarmTier:
     def _make_room(self, size: int) -> bool:
         if self._has_room(size):
             return True
+        if self._all_dirty_since == self._released:
+            return False
         named = chain.from_iterable(map(self._of_unit, self._victims(_NAMED)))
         for kvmap in chain(named, list(self._kvmaps.values())):
             if kvmap.header.serial in self._kvmaps and self._may_go(kvmap):
                 self._evict(kvmap)
                 if self._has_room(size):
                     return True
+        if not any(map(self._is_clean, self._kvmaps.values())):
+            self._all_dirty_since = self._released  # until more is in the ring nothing can go
         return False
 
     @property
@@ -526,6 +531,7 @@ class WarmTier:
 
     def _add(self, kvmap: Kvmap) -> None:
         unit = kvmap.header.unit
+        self._all_dirty_since = None
         self._kvmaps[kvmap.header.serial] = kvmap
         self._by_unit.setdefault(unit, {})[kvmap.header.serial] = kvmap
         self.policy.touch([unit], self.clock())

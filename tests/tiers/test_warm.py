@@ -314,6 +314,29 @@ def test_who_has_mapped_memory_keeps_it(directory: Path) -> None:
     assert bytes(kept.data) == data, "a view outlives the file"
 
 
+def test_room_is_not_looked_for_again_before_more_is_in_the_ring(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Very many sessions may be dirty: not each write looks at all of them."""
+    tier, _ = opened(directory)
+    assert not tier.make_room(65 * MIB)
+    filling = run(tier.reserve(Place(SESSION, FILE, 0), MIB))
+    assert filling is not None
+    tier.filled(filling, [])
+    assert tier.make_room(55 * MIB), "what came meanwhile may go"
+    for number in range(1, 20):
+        put(tier, number, bytes(5000), unit=SESSION + number)
+    looked: list[int] = []
+    victims = tier.policy.victims
+    monkeypatch.setattr(
+        tier.policy, "victims", lambda count, now: looked.append(count) or victims(count, now)
+    )
+    assert [tier.make_room(47 * MIB) for _ in range(9)] == [False] * 9
+    assert len(looked) == 1
+    tier.release(19)
+    assert tier.make_room(47 * MIB)
+
+
 def test_pools_go_in_parts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the policy they are one: it names them as often as a mount has nothing else."""
     monkeypatch.setattr(warm, "_POOL_FILE_MAX", MIB)
