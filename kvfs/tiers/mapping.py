@@ -12,6 +12,8 @@ import os
 import weakref
 from pathlib import Path
 
+import numpy as np
+
 _MAP_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -36,6 +38,8 @@ def map_shared(path: Path, offset: int, length: int, *, populate: bool = False) 
     if address == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(path))
-    memory = (ctypes.c_ubyte * length).from_address(address)
+    # Not at the end of the ctypes object: the collector, which an array is nothing to, would
+    # tell of that before it lets generators in the same garbage end, which may look once more.
+    memory = np.frombuffer((ctypes.c_ubyte * length).from_address(address), np.uint8)
     weakref.finalize(memory, _libc.munmap, address, length).atexit = False
-    return memoryview(memory).cast("B")
+    return memoryview(memory)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,6 +257,24 @@ def test_files_of_pools_share_warm_files_by_time(
     names = [path.name for path in kvmaps(directory)]
     assert 4 <= len(names) <= 8
     assert all(name.startswith("pool.") for name in names)
+
+
+def test_memory_outlives_who_looks_at_it_when_the_collector_ends_it(directory: Path) -> None:
+    """A step that was left waits in the same garbage as the memory that it was to fill."""
+    directory.mkdir()
+    (directory / "file").write_bytes(bytes(MIB))
+    script = (
+        "import gc, sys; from pathlib import Path; from kvfs.tiers.mapping import map_shared\n"
+        "def step(me):\n"
+        "    view = map_shared(Path(sys.argv[1]), 0, 1 << 20)\n"
+        "    try: yield\n"
+        "    finally: view[0] = 1\n"
+        "me = []; me.append(step(me)); next(me[0]); del me\n"
+        "gc.collect()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, directory / "file"], check=False)
+    assert result.returncode == 0
+    assert (directory / "file").read_bytes()[0] == 1
 
 
 # -- what is given up ------------------------------------------------------------------
