@@ -122,6 +122,30 @@ class Session:
                 store.closed(ino)
             self.bench.warm.end_lease(ino)
 
+    def go_on(self) -> None:
+        match self.random.randrange(10):
+            case 0 | 1 | 2:
+                self.write()
+            case 3 if self.random.random() < 0.3:
+                self.truncate()
+            case 4 | 5:
+                self.begin_read()
+            case 6 | 7:
+                self.begin_migration()
+            case 8:
+                self.end_leases()
+            case _:
+                for _ in range(self.random.randrange(20)):
+                    self.bench.executor.happen()
+
+    def kill(self) -> None:
+        """The daemon, and mount again."""
+        bench = self.bench
+        bench.executor.stops()
+        bench.open()
+        self.migration = Migration(bench.store, bench.warm, bench.executor)
+        self.reads, self.others = [], []
+
     def check_reads(self, *, finish: bool) -> None:
         for read in list(self.reads):
             task, _, _, _, seen = read
@@ -149,20 +173,7 @@ def test_readers_writers_and_migrations_at_once(
     bench.warm.limit = random.choice([4 * MIB, 12 * MIB, 64 * MIB])
     session = Session(bench, random)
     for _ in range(100):
-        match random.randrange(10):
-            case 0 | 1 | 2:
-                session.write()
-            case 3 if random.random() < 0.3:
-                session.truncate()
-            case 4 | 5:
-                session.begin_read()
-            case 6 | 7:
-                session.begin_migration()
-            case 8:
-                session.end_leases()
-            case _:
-                for _ in range(random.randrange(20)):
-                    bench.executor.happen()
+        session.go_on()
         session.check_reads(finish=False)
     session.check_reads(finish=True)
     bench.executor.settle()
@@ -176,6 +187,24 @@ def test_readers_writers_and_migrations_at_once(
     bench.open()  # as after SIGKILL
     for ino, content in session.layers.items():
         assert bytes(bench.go(bench.store.read(ino, 0, SIZE_MAX * 2))) == bytes(content)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_again_and_again_amid_migrations_nothing_that_was_answered_is_lost(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(oplog, "CHUNK_SIZE", MIB)
+    monkeypatch.setattr(warm, "CHUNK_SIZE", MIB)
+    random = Random(seed)
+    bench = make_deferred(tmpfs, seed, new_device(segments=48))
+    session = Session(bench, random)
+    for _ in range(4):
+        bench.warm.limit = random.choice([4 * MIB, 12 * MIB, 64 * MIB])
+        for _ in range(50):
+            session.go_on()
+        session.kill()
+        for ino, content in session.layers.items():
+            assert bytes(bench.go(bench.store.read(ino, 0, SIZE_MAX * 2))) == bytes(content)
 
 
 @pytest.mark.parametrize("seed", range(6))
