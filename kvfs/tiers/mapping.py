@@ -40,6 +40,7 @@ def map_shared(path: Path, offset: int, length: int, *, populate: bool = False) 
         raise OSError(number, os.strerror(number), str(path))
     # Not at the end of the ctypes object: the collector, which an array is nothing to, would
     # tell of that before it lets generators in the same garbage end, which may look once more.
-    memory = np.frombuffer((ctypes.c_ubyte * length).from_address(address), np.uint8)
+    mapped = memoryview((ctypes.c_ubyte * length).from_address(address))
+    memory = np.frombuffer(mapped, np.uint8)
     weakref.finalize(memory, _libc.munmap, address, length).atexit = False
-    return memoryview(memory)
+    return memory.data
