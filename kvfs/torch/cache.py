@@ -461,7 +461,7 @@ class KVFSCache(Cache):
     def _leave_forward(self) -> None:
         """Its memory may be moved again."""
         if self._held is not None:
-            self._free(self._held)
+            self._unhold(self._held)
             self._held = None
         for layer in self.layers:
             layer.end()
@@ -564,10 +564,10 @@ class KVFSCache(Cache):
 
     def _let_go_of(self, handle: int) -> None:
         if self._held is not None and (mine := self._held == handle).any():
-            self._free(self._held[mine])
+            self._unhold(self._held[mine])
             self._held = self._held[~mine]
 
-    def _free(self, held: Ids) -> None:
+    def _unhold(self, held: Ids) -> None:
         """Who waits for these blocks may have them: what this forward has queued is done."""
         self.pool.mover.settle()
         self.pool.handles.let_go(held)
