@@ -55,7 +55,7 @@ class KVFSCache(Cache):
 
     Exact: for the same forward calls, attention sees the numbers that `DynamicCache` would
     give it, however few of them are hot at a time; with `window` it sees some of them.
-    Holds one sequence on the CPU; a batch or beams go to files without a name, until
+    Holds one sequence, on the model's device; a batch or beams go to files without a name, until
     `reset` or `rewind_to`. Not safe to use from several threads at once.
 
         with KVFSCache.open("/mnt/kv", "agent-7", model) as cache:
@@ -122,7 +122,8 @@ class KVFSCache(Cache):
     ) -> KVFSCache:
         """Resume the session `name` in `directory`, or begin it.
 
-        Hot memory comes from `pool`, or from one of the session's own, of `hot_bytes`.
+        Hot memory comes from `pool`, which is on the model's device, or from one of the
+        session's own, of `hot_bytes`.
         With `window`, only that many ended rounds, the one that runs, and the first `sinks`
         tokens are attended to. Of a model that is split over `world` ranks, each has a
         cache of its own in the same session.
@@ -143,16 +144,18 @@ class KVFSCache(Cache):
             raise ValueError(
                 f"{name!r} cannot name a session: it is a file name without a dot first"
             )
-        if model.device.type != "cpu":
-            raise ValueError(
-                f"KVFSCache holds KV of models on the CPU; this one is on {model.device}"
-            )
+        device = _device_of(model)
         if pool is not None and hot_bytes is not None:
             raise ValueError("give a pool or hot_bytes, not both: the pool has a budget")
+        if pool is not None and pool.device != device:
+            raise ValueError(
+                f"the pool is on {pool.device} and the model on {device}: give the model a "
+                f'HotPool(device="{device}")'
+            )
         require_kvfs(directory)
         fingerprint = Fingerprint.of(model, rank, world)
         seen = None if window is None else _window(window, sinks, model)
-        hot = HotPool(hot_bytes) if pool is None else pool
+        hot = HotPool(hot_bytes, device=device) if pool is None else pool
         session = Session(Path(directory) / name, fingerprint)
         try:
             cache = cls(session, model, fingerprint, hot, seen)
@@ -458,7 +461,7 @@ class KVFSCache(Cache):
     def _leave_forward(self) -> None:
         """Its memory may be moved again."""
         if self._held is not None:
-            self.pool.handles.let_go(self._held)
+            self._unhold(self._held)
             self._held = None
         for layer in self.layers:
             layer.end()
@@ -561,8 +564,13 @@ class KVFSCache(Cache):
 
     def _let_go_of(self, handle: int) -> None:
         if self._held is not None and (mine := self._held == handle).any():
-            self.pool.handles.let_go(self._held[mine])
+            self._unhold(self._held[mine])
             self._held = self._held[~mine]
+
+    def _unhold(self, held: Ids) -> None:
+        """Who waits for these blocks may have them: what this forward has queued is done."""
+        self.pool.mover.settle()
+        self.pool.handles.let_go(held)
 
     def _submit(self, layer_idx: int, fetch: Callable[[], None]) -> None:
         """Fetch in the background, after what is being fetched for that layer already."""
@@ -574,7 +582,7 @@ class KVFSCache(Cache):
                 before.result()
             fetch()
 
-        self._fetches[layer_idx] = self._workers.submit(run)
+        self._fetches[layer_idx] = self._workers.submit(self.pool.mover.beside(run))
 
     def _await(self, layer_idx: int) -> None:
         """Until nothing is being fetched for this layer; raises what went wrong."""
@@ -582,12 +590,14 @@ class KVFSCache(Cache):
         if fetch is not None:
             began = time.perf_counter()
             fetch.result()
+            self.pool.mover.join()
             self.counters.add(wait_seconds=time.perf_counter() - began)
 
     def _drain(self) -> None:
         """Until nothing is done in the background; what failed there will fail again."""
         fetches = [fetch for fetch in self._fetches if fetch is not None and not fetch.cancel()]
         wait([*fetches, *self._retirements])
+        self.pool.mover.join()
         self._fetches = [None] * len(self.layers)
         self._retirements = []
 
@@ -685,7 +695,8 @@ class KVFSCache(Cache):
         for layer in self.layers:
             leaving = layer.blocks_outside(attended)
             if leaving:
-                self._retirements.append(self._workers.submit(self._demote_later, layer, leaving))
+                retire = self.pool.mover.beside(partial(self._demote_later, layer, leaving))
+                self._retirements.append(self._workers.submit(retire))
         if left_out := spans.without(attended, self._length):
             _log.warning(
                 "session %s: attention leaves out tokens %s from now on; bring_back(round) lets "
@@ -764,6 +775,17 @@ def _discard(scratch: list[KVFSLayer]) -> None:
     for layer in scratch:
         layer.forget(0)
         layer.close()
+
+
+def _device_of(model: PreTrainedModel) -> torch.device:
+    """Where all its layers compute."""
+    devices = {one.device for one in model.parameters() if not one.is_meta} or {model.device}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the model is spread over {', '.join(sorted(map(str, devices)))}: KVFSCache holds "
+            f"KV on one device, so load it on one"
+        )
+    return devices.pop()
 
 
 def _window(rounds: int, sinks: int, model: PreTrainedModel) -> Window:

@@ -20,7 +20,8 @@ from kvfs.tiers.handles import HandleTable
 from kvfs.torch.errors import HotBudgetError
 from kvfs.torch.layout import RowLayout
 from kvfs.torch.slab import Heads
-from kvfs.torch.staging import page_aligned, whole_pages
+from kvfs.torch.staging import whole_pages
+from kvfs.torch.transfer import Mover, mover_for
 
 DEFAULT_BUDGET_BYTES = 128 << 20
 SLAB_BYTES = 256 << 10
@@ -31,17 +32,17 @@ _GROWTH = 1.25
 class Slab:
     """Memory of the pool, and how it was last seen: making a view anew costs 20 us."""
 
-    def __init__(self, nbytes: int) -> None:
-        """`nbytes`, page-aligned and touched."""
+    def __init__(self, mover: Mover, nbytes: int) -> None:
+        """`nbytes` on the mover's device."""
         self.nbytes = nbytes
-        with torch.inference_mode(False):
-            self._memory = torch.frombuffer(page_aligned(nbytes), dtype=torch.uint8)
+        self._mover = mover
+        self._memory = mover.memory(nbytes)
         self._view: Heads | None = None
 
     def seen_as(self, layout: RowLayout) -> Heads:
         """As K and V of that shape; what is in it stays."""
         if self._view is None or self._view.layout != layout:
-            self._view = Heads(self._memory, layout)
+            self._view = self._mover.heads(self._memory, layout)
         return self._view
 
 
@@ -61,20 +62,28 @@ class _Lent:
 
 
 class HotPool:
-    """The hot bytes that the caches of a process share. Safe to use from several threads.
+    """The hot bytes on one device that the caches of a process share.
+
+    Safe to use from several threads.
 
     `on_pressure(nbytes)` is called, if it is set, when slabs of `nbytes` are wanted and not
     that many are free within the budget; it is called by the thread that uses a cache,
     before its forward takes them, so whoever owns the sessions may demote others then.
     """
 
-    def __init__(self, budget_bytes: int | None = None, slab_bytes: int = SLAB_BYTES) -> None:
-        """`budget_bytes` counts slabs and workspaces.
+    def __init__(
+        self,
+        budget_bytes: int | None = None,
+        slab_bytes: int = SLAB_BYTES,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """`budget_bytes` counts slabs and workspaces, in the memory of `device`.
 
         Without one it is 128 MiB, and is raised to two layers of the longest session.
 
         Raises:
-            ValueError: a slab is not whole pages, or not even two fit the budget.
+            ValueError: a slab is not whole pages, or not even two fit the budget, or the
+                device is neither the CPU nor a CUDA device.
         """
         if slab_bytes <= 0 or slab_bytes != whole_pages(slab_bytes):
             raise ValueError(f"a slab of {slab_bytes} bytes is not a whole number of pages")
@@ -86,6 +95,7 @@ class HotPool:
         self.slab_bytes = slab_bytes
         self.on_pressure: Callable[[int], None] | None = None
         self.handles = HandleTable()
+        self.mover = mover_for(torch.device(device))
         self._lock = threading.RLock()
         self._budget = DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes
         self._may_rise = budget_bytes is None
@@ -94,6 +104,11 @@ class HotPool:
         self._blank: list[int] = []
         self._lent: OrderedDict[object, _Lent] = OrderedDict()
         self._space_bytes = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Whose memory this is."""
+        return self.mover.device
 
     @property
     def budget_bytes(self) -> int:
@@ -143,6 +158,10 @@ class HotPool:
 
     def give(self, places: list[int]) -> None:
         """Take slabs back. Whoever still looks at one sees the next user's bytes."""
+        if not places:
+            return
+        # The next user may be on another stream: the device must have done with them.
+        self.mover.settle()
         with self._lock:
             self._idle += places
 
@@ -223,7 +242,7 @@ class HotPool:
         place = self._blank.pop() if self._blank else len(self._slabs)
         if place == len(self._slabs):
             self._slabs.append(None)
-        self._slabs[place] = Slab(self.slab_bytes)
+        self._slabs[place] = Slab(self.mover, self.slab_bytes)
         return place
 
     def _fill(self, lent: _Lent, count: int, nbytes: int, keep: int) -> None:
@@ -244,7 +263,7 @@ class HotPool:
             place = self._idle.pop()
             self._slabs[place] = None
             self._blank.append(place)
-        lent.spaces.append(Workspace(nbytes))
+        lent.spaces.append(Workspace(self.mover, nbytes))
         self._space_bytes += nbytes
 
     def _drop_a_workspace(self) -> bool:

@@ -16,12 +16,11 @@ from kvfs.tiers.handles import NOWHERE, Ids, State
 from kvfs.torch import ranges as spans
 from kvfs.torch.counters import Counters
 from kvfs.torch.files import LayerFile, ScratchFile
-from kvfs.torch.hot import HotPool, Workspace
+from kvfs.torch.hot import HotPool, Slab, Workspace
 from kvfs.torch.layout import RowLayout, name_of
 from kvfs.torch.ranges import Ranges
-from kvfs.torch.slab import Heads, rows_of
+from kvfs.torch.slab import Heads
 from kvfs.torch.source import LayerSource, opened
-from kvfs.torch.staging import staging
 
 _epochs = itertools.count()
 """Each says what one layer holds, until something other than new tokens changes that."""
@@ -72,6 +71,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Asked when a slab is wanted and none is free; the place of one, or nothing."""
         self._file = file
         self._pool = pool
+        self._mover = pool.mover
         self._counters = counters
         self._sliding_window = sliding_window
         self._writes_full_slabs = writes_full_slabs
@@ -249,10 +249,11 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 return
             self.reach = max(self.reach, upto)
             width = self.layout.row_bytes
-            with staging(self.layout) as memory:
+            with self._mover.staging(self.layout) as memory:
                 while self.stored < upto:
                     last = min(upto, self.stored + len(memory) // width)
                     self._copy_rows(self.stored, last, memory)
+                    self._mover.settle()
                     self._write(memory[: (last - self.stored) * width], last)
 
     def demote(self, blocks: list[int]) -> int:
@@ -319,12 +320,12 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         Each is valid until the next one is asked for; the file is read for what is not hot.
         """
+        spare = Slab(self._mover, self._pool.slab_bytes).seen_as(self.layout)
         for block, slab in enumerate(self._slabs):
             first, end = self._span(block)
             if slab is None:
-                memory = torch.empty(self._pool.slab_bytes, dtype=torch.uint8)
-                slab = Heads(memory, self.layout)
-                with opened(self._file, self.layout) as source:
+                slab = spare
+                with opened(self._file, self.layout, self._mover) as source:
                     at = 0
                     for rows in source.rows(first, end):
                         slab.put_rows(at, rows)
@@ -405,7 +406,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.store()
             last = self.length + kv.shape[3]
             self.reach = max(self.reach, last)
-            self._write(rows_of(kv), last)
+            self._write(self._mover.rows_of(kv), last)
 
     def _write(self, rows: memoryview, last: int) -> None:
         self._file.append(rows, self.stored * self.layout.row_bytes)
@@ -427,6 +428,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _copy(self, which: int) -> torch.Tensor | None:
         if self._cold or not self.length:
             return None
+        self._mover.join()
         parts = [slab.part(0, self._span(b)[1] - self._span(b)[0]) for b, slab in self._hot()]
         return torch.cat(parts, dim=-2)[which]
 
@@ -473,7 +475,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         places = self._pool.take(len(blocks))
         promoted, streamed = blocks[: len(places)], blocks[len(places) :]
         try:
-            with opened(self._file, self.layout) as source:
+            with opened(self._file, self.layout, self._mover) as source:
                 if promoted:
                     self._promote(promoted, places, source)
                     places = []

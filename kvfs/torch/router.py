@@ -108,7 +108,7 @@ class KVRouter:
         self._profile = profiles.load(profile) if isinstance(profile, str) else profile
         fingerprint = Fingerprint.of(model)
         self._token_bytes = fingerprint.row_layout().row_bytes * fingerprint.layers
-        self._pool = HotPool(hot_bytes) if pool is None else pool
+        self._pool = HotPool(hot_bytes, device=model.device) if pool is None else pool
         self._pool.on_pressure = self._make_room
         self._metrics = RouterMetrics(self._hot)
         self._seats: dict[str, _Seat] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 import torch
 
@@ -10,7 +12,7 @@ from kvfs.torch.layout import RowLayout
 Vectors = np.ndarray[tuple[int, int, int], np.dtype[np.void]]
 
 
-class Heads:
+class Heads(ABC):
     """Tokens of one layer as `[K,V][batch][kv_head][capacity][head_dim]`, in memory lent to it.
 
     Files are token-major and this is head-major: attention over K and V that lie scattered
@@ -26,10 +28,6 @@ class Heads:
         with torch.inference_mode(False):
             flat = memory[: self.capacity * layout.row_bytes].view(layout.dtype)
             self.kv = flat.view(2, layout.batch, layout.kv_heads, self.capacity, layout.head_dim)
-        # Between rows and heads numpy copies vectors at 15 GB/s, torch at 10, and numpy does
-        # not wait for threads that a busy machine has put aside.
-        used = memory.numpy()[: self.capacity * layout.row_bytes].view(_vector(layout))
-        self._vectors: Vectors = used.reshape(2, layout.heads, self.capacity)
 
     def put(self, at: int, kv: torch.Tensor) -> None:
         """Store K and V, `[2, batch, kv_heads, n, head_dim]`, as tokens at..at+n-1."""
@@ -38,6 +36,28 @@ class Heads:
     def part(self, first: int, last: int) -> torch.Tensor:
         """Tokens first..last-1: a view `[2, batch, kv_heads, last-first, head_dim]`."""
         return self.kv.narrow(3, first, last - first)
+
+    @abstractmethod
+    def put_rows(self, at: int, rows: memoryview) -> None:
+        """Store whole rows of a file as tokens at, at+1, ..."""
+
+    @abstractmethod
+    def get_rows(self, first: int, last: int, into: memoryview) -> None:
+        """Write tokens first..last-1 as rows of a file to `into`, which they fill."""
+
+
+class HostHeads(Heads):
+    """In host memory. Rows are turned by numpy.
+
+    Between rows and heads it copies vectors at 15 GB/s, torch at 10, and it does not wait
+    for threads that a busy machine has put aside.
+    """
+
+    def __init__(self, memory: torch.Tensor, layout: RowLayout) -> None:
+        """`memory` as for `Heads`."""
+        super().__init__(memory, layout)
+        used = memory.numpy()[: self.capacity * layout.row_bytes].view(_vector(layout))
+        self._vectors: Vectors = used.reshape(2, layout.heads, self.capacity)
 
     def put_rows(self, at: int, rows: memoryview) -> None:
         """Store whole rows of a file as tokens at, at+1, ..."""
@@ -49,10 +69,37 @@ class Heads:
         _by_token(into, self.layout)[:] = self._vectors[:, :, first:last].transpose(2, 0, 1)
 
 
-def rows_of(kv: torch.Tensor) -> memoryview:
-    """K and V, `[2, batch, kv_heads, n, head_dim]`, as n rows of a file."""
-    by_token = kv.permute(3, 0, 1, 2, 4).contiguous()
-    return by_token.view(torch.uint8).numpy().data.cast("B")
+class DeviceHeads(Heads):
+    """In memory of a device. Rows cross as they are, and are turned there.
+
+    Both ways are queued on the current stream: the host memory must stay as it is until the
+    device has done that, and that memory should be pinned.
+    """
+
+    def put_rows(self, at: int, rows: memoryview) -> None:
+        """Store whole rows of a file as tokens at, at+1, ..."""
+        by_token = self._rows(rows).to(self.kv.device, non_blocking=True)
+        self.part(at, at + len(by_token)).copy_(by_token.permute(1, 2, 3, 0, 4))
+
+    def get_rows(self, first: int, last: int, into: memoryview) -> None:
+        """Write tokens first..last-1 as rows of a file to `into`, which they fill."""
+        self._rows(into).copy_(by_token(self.part(first, last)), non_blocking=True)
+
+    def _rows(self, memory: memoryview) -> torch.Tensor:
+        """`[token][K,V][batch][kv_head][head_dim]`."""
+        layout = self.layout
+        flat = torch.frombuffer(memory, dtype=layout.dtype)
+        return flat.view(-1, 2, layout.batch, layout.kv_heads, layout.head_dim)
+
+
+def by_token(kv: torch.Tensor) -> torch.Tensor:
+    """K and V, `[2, batch, kv_heads, n, head_dim]`, in the order of a file, in one piece."""
+    return kv.permute(3, 0, 1, 2, 4).contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """What a tensor in host memory, in one piece, consists of."""
+    return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
 def _by_token(rows: memoryview, layout: RowLayout) -> Vectors:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvfs.torch.files import LayerFile, named
 from kvfs.torch.layout import RowLayout
-from kvfs.torch.staging import staging
+from kvfs.torch.transfer import Mover
 
 MAP_ATTRIBUTE = "user.kvfs.map"
 
@@ -45,11 +45,14 @@ class LayerSource:
     under us.
     """
 
-    def __init__(self, fd: int, file: LayerFile, layout: RowLayout, segments: list[Segment]):
+    def __init__(
+        self, fd: int, file: LayerFile, layout: RowLayout, mover: Mover, segments: list[Segment]
+    ) -> None:
         self.moved = Moved()
         self._fd = fd
         self._file = file
         self._layout = layout
+        self._mover = mover
         self._segments = segments
 
     @property
@@ -60,6 +63,8 @@ class LayerSource:
     def rows(self, first: int, last: int) -> Iterator[memoryview]:
         """Tokens first..last-1 in pieces of whole rows, each valid until the next is asked for.
 
+        In memory that the mover moves from.
+
         Raises:
             OSError: EIO if the file ends before, or what the kernel reports.
         """
@@ -67,7 +72,7 @@ class LayerSource:
         if covers(self._segments, first * width, last * width):
             for piece in mapped_rows(self._segments, first * width, last * width, width):
                 self.moved.mapped += len(piece)
-                yield piece
+                yield from self._mover.staged(piece, self._layout)
         else:
             for piece in self._read_rows(first, last):
                 self.moved.mount += len(piece)
@@ -77,19 +82,21 @@ class LayerSource:
         width = self._layout.row_bytes
         # Requests begin on a page and on a row: some rows before the first are read and left.
         begin = first - first % (mmap.PAGESIZE // math.gcd(width, mmap.PAGESIZE))
-        with staging(self._layout) as memory, named(self._file.path):
-            for offset in range(begin * width, last * width, len(memory)):
+        offset = begin * width
+        while offset < last * width:
+            with self._mover.staging(self._layout) as memory, named(self._file.path):
                 length = min(len(memory), last * width - offset)
                 _read_exactly(self._fd, memory, offset, length)
                 yield memory[max(0, first * width - offset) : length]
+            offset += length
 
 
 @contextmanager
-def opened(file: LayerFile, layout: RowLayout) -> Iterator[LayerSource]:
+def opened(file: LayerFile, layout: RowLayout, mover: Mover) -> Iterator[LayerSource]:
     """The layer's rows, mapped where the daemon offers that; OSError if it cannot be opened."""
     fd = file.open_direct()
     try:
-        yield LayerSource(fd, file, layout, _map_or_nothing(fd))
+        yield LayerSource(fd, file, layout, mover, _map_or_nothing(fd))
     finally:
         os.close(fd)
 

@@ -40,15 +40,21 @@ def staging(layout: RowLayout) -> Iterator[memoryview]:
     It starts on a page, and its length is a whole number of rows and of pages, so that
     requests of that length stay aligned in a file of rows. Safe to use from several threads.
     """
-    step = math.lcm(layout.row_bytes, mmap.PAGESIZE)
-    length = max(1, _PIECE_BYTES // step) * step
+    length = piece_bytes(layout)
     piece = _take(length)
     try:
         yield memoryview(piece)[:length]
     finally:
         with _lock:
             if len(_idle) < _IDLE_PIECES:
-                _idle.append(piece)
+                # First in line again: what was used last is still in the processor's cache.
+                _idle.insert(0, piece)
+
+
+def piece_bytes(layout: RowLayout) -> int:
+    """Whole rows and whole pages."""
+    step = math.lcm(layout.row_bytes, mmap.PAGESIZE)
+    return max(1, _PIECE_BYTES // step) * step
 
 
 def _take(length: int) -> mmap.mmap:

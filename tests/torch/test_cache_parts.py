@@ -22,9 +22,10 @@ from kvfs.torch import mounts
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout
 from kvfs.torch.ranges import Ranges, after, placed, runs, total, union, without
-from kvfs.torch.slab import Heads, rows_of
+from kvfs.torch.slab import HostHeads
 from kvfs.torch.source import MAP_ATTRIBUTE, Segment, covers, mapped_rows, opened
 from kvfs.torch.staging import staging
+from kvfs.torch.transfer import HostMover
 
 MOUNTINFO = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 40 22 0:33 / /mnt/kv rw,nosuid shared:5 - fuse.kvfs kvfs rw
@@ -57,17 +58,17 @@ def test_mount_of(path: str, fstype: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_memory_is_head_major_and_files_token_major(dtype: torch.dtype, batch: int) -> None:
     layout = RowLayout(kv_heads=2, head_dim=4, dtype=dtype, batch=batch)
     kv = torch.randn(2, batch, 2, 3, 4).to(dtype)
-    heads = Heads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
+    heads = HostHeads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
     heads.put(5, kv)
     assert torch.equal(heads.part(5, 8), kv)
 
     rows = memoryview(bytearray(3 * layout.row_bytes))
     heads.get_rows(5, 8, rows)
-    assert rows == rows_of(kv)
+    assert rows == HostMover().rows_of(kv)
     by_token = torch.frombuffer(rows, dtype=dtype).view(3, 2, batch, 2, 4)
     assert torch.equal(by_token.permute(1, 2, 3, 0, 4), kv)
 
-    other = Heads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
+    other = HostHeads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
     other.put_rows(1, memoryview(bytes(rows)))
     assert torch.equal(other.part(1, 4), kv)
     assert not other.part(0, 1).any() and not other.part(4, 5).any()
@@ -89,7 +90,7 @@ WIDE = RowLayout(kv_heads=1, head_dim=25, dtype=torch.float32)
     ("first", "last"), [(0, 0), (0, 1), (0, 100), (3, 100), (41, 42), (63, 97), (99, 100)]
 )
 def test_any_rows_are_read(first: int, last: int, plain_file: SessionFile) -> None:
-    with opened(plain_file, WIDE) as source:
+    with opened(plain_file, WIDE, HostMover()) as source:
         pieces = [bytes(rows) for rows in source.rows(first, last)]
         assert source.moved.mount == (last - first) * 200
         assert not source.mapped
@@ -100,7 +101,7 @@ def test_any_rows_are_read(first: int, last: int, plain_file: SessionFile) -> No
 def test_a_file_that_is_too_short_is_an_error(plain_file: SessionFile) -> None:
     with (
         pytest.raises(OSError, match=r"file ends at 20000, .* bytes early.*layer\.000"),
-        opened(plain_file, WIDE) as source,
+        opened(plain_file, WIDE, HostMover()) as source,
     ):
         list(source.rows(0, 101))
 
@@ -145,11 +146,11 @@ def test_what_the_daemon_offers_is_mapped(tmp_path: Path) -> None:
     except OSError:
         pytest.skip(f"{tmp_path} has no user attributes")
     file = SessionFile(os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY), layer)
-    with opened(file, WIDE) as source:
+    with opened(file, WIDE, HostMover()) as source:
         assert b"".join(map(bytes, source.rows(7, 150))) == content[1400:30_000]
         assert (source.moved.mapped, source.moved.mount) == (28_600, 0)
     warm.unlink()
-    with opened(file, WIDE) as source:
+    with opened(file, WIDE, HostMover()) as source:
         assert b"".join(map(bytes, source.rows(7, 150))) == content[1400:30_000]
         assert (source.moved.mapped, source.moved.mount) == (0, 28_600)
 
@@ -166,7 +167,7 @@ def test_a_filesystem_without_direct_io_is_read_plainly(
         return real(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", open_without_direct)
-    with opened(plain_file, WIDE) as source:
+    with opened(plain_file, WIDE, HostMover()) as source:
         content = b"".join(map(bytes, source.rows(0, 100)))
     assert refused == ["layer.000"]
     assert content == plain_file.path.read_bytes()
