@@ -9,7 +9,8 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
@@ -20,7 +21,7 @@ import trio
 from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.format import Superblock
 from kvfs.engine.store import Store
-from kvfs.engine.superblocks import read_superblocks
+from kvfs.engine.superblocks import Superblocks, read_superblocks
 from kvfs.mount import large_pages
 from kvfs.mount.backing import claimed
 from kvfs.mount.config import WARM_DIRECTORY, MountConfig
@@ -67,14 +68,21 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
     # What lives as long as the daemon is not looked at by the collector again and again.
     gc.freeze()
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
+    superblocks = read_superblocks(device, str(config.source))
+    directory = _log_directory(config, superblocks.newest)
+    with _warm_directory(config, directory):
+        await _serve_from(directory, superblocks, config, device, ready)
+
+
+async def _serve_from(
+    directory: Path,
+    superblocks: Superblocks,
+    config: MountConfig,
+    device: FileDevice,
+    ready: Callable[[], None],
+) -> None:
     async with trio.open_nursery() as nursery:
         executor = LoopExecutor(nursery, _THREADS)
-        superblocks = read_superblocks(device, str(config.source))
-        directory = _log_directory(config, superblocks.newest)
-        if not config.read_only:
-            if has_own_tmpfs(config):
-                large_pages.provide(directory.parent)
-            _claim(directory)
         warm_size = _warm_limit(config, directory)
         config = replace(config, warm_size=warm_size)
         profile = config.profile
@@ -108,8 +116,6 @@ async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], No
             pyfuse3.close(unmount=True)
             with trio.CancelScope(shield=True):
                 await drive(store.close(), config.deadline_seconds)
-            if has_own_tmpfs(config):
-                large_pages.give_up(directory.parent)
         nursery.cancel_scope.cancel()
 
 
@@ -130,18 +136,29 @@ def _log_directory(config: MountConfig, superblock: Superblock) -> Path:
     return config.warm_directory / f"kvfs-{os.geteuid()}" / str(UUID(bytes=superblock.uuid))
 
 
-def has_own_tmpfs(config: MountConfig) -> bool:
-    """Who names a directory for warm memory has it as it is."""
-    is_default = config.warm_directory == WARM_DIRECTORY
-    return is_default and os.geteuid() == 0 and not config.read_only
+@contextmanager
+def _warm_directory(config: MountConfig, directory: Path) -> Iterator[None]:
+    """It is this daemon's alone, and has large pages where it may. Who names a directory for
+    warm memory has it as it is."""
+    if config.read_only:
+        yield
+        return
+    _make_private(directory.parent)
+    has_own_tmpfs = config.warm_directory == WARM_DIRECTORY and os.geteuid() == 0
+    if has_own_tmpfs:
+        large_pages.provide(directory)
+    _make_private(directory)
+    _claim(directory)
+    try:
+        yield
+    finally:
+        if has_own_tmpfs:
+            large_pages.give_up(directory)
 
 
 def _claim(directory: Path) -> None:
     """A copy of a mounted image has the same uuid, and so the same directory: it must not
     take the operations of the other. Held until the process ends."""
-    for level in (directory.parent, directory):
-        level.mkdir(mode=0o700, exist_ok=True)
-        _check_private(level)
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,8 +170,9 @@ def _claim(directory: Path) -> None:
         ) from None
 
 
-def _check_private(directory: Path) -> None:
+def _make_private(directory: Path) -> None:
     """The tmpfs is open to all, and the name can be guessed. Raises DeviceError."""
+    directory.mkdir(mode=0o700, exist_ok=True)
     status = directory.lstat()
     is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     if not is_ours or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -177,8 +195,7 @@ def _mount(filesystem: Filesystem, config: MountConfig) -> None:
 
 
 def _warm_limit(config: MountConfig, directory: Path) -> int:
-    own = directory.parent
-    tmpfs = own if own.is_dir() else config.warm_directory
+    tmpfs = directory if directory.is_dir() else config.warm_directory
     limit = warm_limit(directory, tmpfs, config.warm_size)
     if limit < _WARM_SIZE_MIN:
         raise DeviceError(

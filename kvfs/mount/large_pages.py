@@ -24,7 +24,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def provide(directory: Path) -> None:
     """Mount a tmpfs with large pages on a directory of another tmpfs, as large as that, unless
-    it is one already, is in use as it is, or we may not."""
+    it is one already, something was left there, or we may not."""
     status = os.statvfs(directory.parent)
     size = status.f_blocks * status.f_frsize
     options = f"huge=within_size,mode=0700,size={size}".encode()
@@ -38,11 +38,14 @@ def provide(directory: Path) -> None:
 
 
 def give_up(directory: Path) -> None:
-    """Unmount it, if nobody needs it any longer."""
+    """Unmount and remove it, if nothing was left in it."""
     with _locked(directory):
-        is_unused = os.path.ismount(directory) and not any(directory.iterdir())
-        if is_unused and _libc.umount2(os.fsencode(directory), _MNT_DETACH):
-            log.debug("%s stays: %s", directory, os.strerror(ctypes.get_errno()))
+        if not os.path.ismount(directory) or any(directory.iterdir()):
+            return
+        if _libc.umount2(os.fsencode(directory), _MNT_DETACH):
+            log.info("%s stays: %s", directory, os.strerror(ctypes.get_errno()))
+            return
+        directory.rmdir()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvfs.mount.large_pages import give_up, provide
+from tests.support.mounter import Mounter, kvfs
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a tmpfs")
 
@@ -40,16 +41,16 @@ def test_it_is_private_and_has_large_pages(directory: Path) -> None:
     assert inner.f_blocks * inner.f_frsize <= outer.f_blocks * outer.f_frsize
 
 
-def test_a_second_daemon_uses_the_same(directory: Path) -> None:
+def test_a_daemon_after_a_kill_finds_it_and_what_is_in_it(directory: Path) -> None:
     provide(directory)
     (directory / "first").mkdir()
     provide(directory)
     assert (directory / "first").is_dir()
     give_up(directory)
-    assert (directory / "first").is_dir(), "somebody needs it"
+    assert (directory / "first").is_dir(), "that is not in the ring"
     (directory / "first").rmdir()
     give_up(directory)
-    assert not os.path.ismount(directory)
+    assert not directory.exists()
 
 
 def test_what_is_in_a_directory_is_not_hidden(directory: Path) -> None:
@@ -58,3 +59,21 @@ def test_what_is_in_a_directory_is_not_hidden(directory: Path) -> None:
     provide(directory)
     assert not os.path.ismount(directory)
     assert (directory / "left").is_dir()
+
+
+def test_a_mount_has_it_by_default_and_leaves_nothing(mounter: Mounter) -> None:
+    """Also over a kill."""
+
+    def mount() -> Path:
+        kvfs("mount", mounter.mountpoint, mounter.image, "--log", mounter.log)
+        mounter.adopt()
+        return Path("/dev/shm/kvfs-0", mounter.stats()["uuid"])
+
+    directory = mount()
+    assert "huge=within_size" in options(directory)
+    (mounter.mountpoint / "file").write_bytes(b"x" * 5_000_000)
+    mounter.kill()
+    assert mount() == directory
+    assert (mounter.mountpoint / "file").read_bytes() == b"x" * 5_000_000
+    mounter.umount()
+    assert not directory.exists()
