@@ -142,9 +142,9 @@ def speed(work: Callable[[], None]) -> float:
     return SIZE / (time.perf_counter() - started) / 1e6
 
 
-def fio(path: Path, what: str) -> float:
+def fio(path: Path, what: str, size: int = SIZE) -> float:
     command = [
-        "fio", "--name=raw", f"--filename={path}", f"--size={SIZE}", f"--rw={what}", "--bs=1M",
+        "fio", "--name=raw", f"--filename={path}", f"--size={size}", f"--rw={what}", "--bs=1M",
         "--iodepth=8", "--direct=1", "--ioengine=libaio", "--end_fsync=1",
         "--output-format=json",
     ]  # fmt: skip

@@ -18,7 +18,6 @@ import mmap
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
@@ -27,11 +26,12 @@ from typing import Any
 
 import numpy as np
 
+from scripts.bench_restore import KVFS, fio
+
 SESSIONS = 10
 LAYERS = 30
 LAYER_SIZE = 290_000
 SIZE = SESSIONS * LAYERS * LAYER_SIZE
-KVFS = str(Path(sys.executable).with_name("kvfs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def measure(directory: Path, rounds: int) -> list[Round]:
 
 
 def one_round(mountpoint: Path, raw: Path, number: int) -> Round:
-    raw_write, raw_read = fio(raw, "write"), fio(raw, "read")
+    raw_write, raw_read = fio(raw, "write", SIZE), fio(raw, "read", SIZE)
     raw.unlink()
     data = os.urandom(LAYER_SIZE)
     sessions = [mountpoint / f"{number}.{one}" for one in range(SESSIONS)]
@@ -125,15 +125,6 @@ def map_file(path: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     with open(path, "rb") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, flags, mmap.PROT_READ), np.uint8)
-
-
-def fio(path: Path, what: str) -> float:
-    command = [
-        "fio", "--name=raw", f"--filename={path}", f"--size={SIZE}", f"--rw={what}", "--bs=1M",
-        "--iodepth=8", "--direct=1", "--ioengine=libaio", "--output-format=json",
-    ]  # fmt: skip
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(json.loads(output)["jobs"][0][what]["bw_bytes"]) / 1e6
 
 
 def report(rounds: list[Round], path: Path | None) -> None:
