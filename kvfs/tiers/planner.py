@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 # One that could not be brought in whole is not tried again at once.
 _AGAIN_SECONDS = 30.0
 _TRIED_MAX = 4096
+_QUIET_SECONDS = 2.0  # without a use, after which who reads a session has paused
 
 
 class Tier(Protocol):
@@ -61,6 +62,14 @@ class _Brought:
     is_right: bool | None = None
 
 
+@dataclass(slots=True)
+class _Opened:
+    """When it was opened or used last; its size in bytes."""
+
+    last_use: float
+    size: int
+
+
 class Planner:
     """`group` sessions go down at once. `spawn` drives a step beside the caller; `demand_waits`
     says whether a reader waits for a thread, `demanded` how many bytes were read for readers
@@ -90,15 +99,16 @@ class Planner:
         self._tried: LRUCache[int, float] = LRUCache(_TRIED_MAX)
         self._brought: LRUCache[int, _Brought] = LRUCache(_TRIED_MAX)
         self._hot: LRUCache[int, hints.HotStats] = LRUCache(_TRIED_MAX)
+        self._opened: LRUCache[int, _Opened] = LRUCache(_TRIED_MAX)
         self._idle: dict[int, None] = {}
         self._is_demoting = False
 
     # -- what happens
 
     def saw_open(self, session: int, now: float, size: int) -> None:
-        """A file of it, of `size` bytes in all, was opened for reading. Who reads at once needs
-        no guess: it is brought in with the next tick, if readers leave something then."""
-        self._predictor.opened(session, now, size)
+        """A file of it, of `size` bytes in all, was opened for reading. While somebody reads it
+        the device has enough to do: it is brought in once nobody did for a while."""
+        self._opened[session] = _Opened(now, size)
 
     def saw_use(self, session: int, now: float) -> None:
         """A read or write of one of its files reached us."""
@@ -107,6 +117,9 @@ class Planner:
             brought.is_right = True
             self._count(brought)
         self._idle.pop(session, None)
+        opened = self._opened.get(session)
+        if opened is not None:
+            opened.last_use = now
         self._predictor.used(session, now)
 
     def hint(self, session: int, said: hints.Said, now: float, size: int) -> None:
@@ -125,6 +138,7 @@ class Planner:
 
     def removed(self, session: int) -> None:
         self._predictor.forget(session)
+        self._opened.pop(session, None)
         self._hot.pop(session, None)
         self._brought.pop(session, None)
         self._idle.pop(session, None)
@@ -137,6 +151,10 @@ class Planner:
     # -- what follows from it
 
     def _bring_in(self, now: float) -> None:
+        for session, opened in list(self._opened.items()):
+            if now - opened.last_use >= _QUIET_SECONDS:
+                del self._opened[session]
+                self._predictor.opened(session, now, opened.size)
         demanded = self._demanded()
         self._budget.demand(demanded - self._demanded_before, now)
         self._demanded_before = demanded

@@ -87,15 +87,18 @@ class Bench:
         self.tier.pending.pop(0)(failure)
 
 
-def test_an_opened_session_is_brought_in_with_the_next_tick() -> None:
+def test_an_opened_session_is_brought_in_once_nobody_reads_it() -> None:
     bench = Bench()
     bench.planner.saw_open(7, 10.0, SIZE)
-    assert bench.at(11.0) == [("up", 7)]
+    assert bench.at(11.0) == []
+    bench.planner.saw_use(7, 11.5)
+    assert bench.at(13.0) == [], "it is being read"
+    assert bench.at(14.0) == [("up", 7)]
     bench.happens()
-    bench.planner.saw_use(7, 12.0)
+    bench.planner.saw_use(7, 15.0)
     assert bench.planner.outcomes.right[Reason.OPENED] == 1
     assert bench.planner.outcomes.right_bytes == SIZE
-    assert bench.at(13.0) == []
+    assert bench.at(18.0) == []
 
 
 def test_who_reads_at_once_what_it_opened_has_the_device_for_itself() -> None:
