@@ -163,7 +163,7 @@ def mount(
 
 
 _RECLAIM = (
-    "when it is full, sessions go that were unused for longest, never pinned ones "
+    "when it is full, sessions go as the policy {policy} names them, never pinned ones "
     "(see kvfs log; --no-reclaim for ENOSPC instead)"
 )
 _NO_RECLAIM = "when it is full, writes fail with ENOSPC: nothing is reclaimed"
@@ -337,4 +337,5 @@ def _report(mountpoint: Path, stats: Stats, log_file: Path) -> None:
         f"{format_size(stats.free)} free; log {log_file}"
     )
     if not stats.read_only:
-        print(_RECLAIM if stats.document["reclaim"] else _NO_RECLAIM)
+        told = _RECLAIM if stats.document["reclaim"] else _NO_RECLAIM
+        print(told.format(policy=stats.document["policy"]))

@@ -201,6 +201,7 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "epoch": superblock.epoch,
         "read_only": store.read_only,
         "reclaim": mounted.config.store.reclaim,
+        "policy": mounted.config.profile.policy,
         "damage": store.damage,
         "failure": store.failure,
         "space": asdict(store.usage()),

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvfs.engine.buffer import Kept, Place, cut
@@ -152,7 +153,7 @@ class Migration:
                 complete &= yield from self._finish(reading.popleft())
         finally:
             for left in reading:
-                left.good.when_done(lambda left=left: self._publish(left))  # type: ignore[misc]
+                left.good.when_done(partial(self._publish, left))
         return complete
 
     def _missing(self, parts: list[Part]) -> Iterable[dict[int, Extent]]:
@@ -174,7 +175,7 @@ class Migration:
         try:
             good = yield from wait(reading.good)
         finally:
-            reading.good.when_done(lambda: self._publish(reading))
+            reading.good.when_done(partial(self._publish, reading))
         return len(good) == len(reading.extents)
 
     def _publish(self, reading: _Reading) -> None:

@@ -46,7 +46,7 @@ def test_files_survive_unmount_and_mount(mounted: Mounter) -> None:
 
 def test_what_was_mounted_is_told(mounter: Mounter) -> None:
     line, policy = mounter.mount().stdout.splitlines()
-    assert "unused for longest" in policy
+    assert "the policy gittins names them" in policy
     assert line.startswith(f"mounted {mounter.image} on {mounter.mountpoint}: ")
     assert line.endswith(f" free; log {mounter.log}")
     assert mounter.umount().stdout == f"unmounted {mounter.mountpoint}\n"
