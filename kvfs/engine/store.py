@@ -190,11 +190,12 @@ class Store:
             oplog_token=token,
             oplog_home=self._buffer.home,
         )
+        # What was replayed may lie in the device's cache alone; the superblock calls it durable.
+        device.flush()
         # Both slots, one after the other: each alone knows the epoch and all ids of it.
         for writer.superblock in (begun, begun.next()):
             write_superblock(device, writer.superblock)
         ring.epoch = begun.epoch
-        # Writing the superblocks has flushed all that was replayed.
         ring.flushed = ring.position.sequence - 1
         ring.checkpointed(old.replay.sequence)
         # What was used is noted with checkpoints only: after a crash, take it from the log.

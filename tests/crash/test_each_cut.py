@@ -27,7 +27,7 @@ def machine() -> Iterator[CrashMachine]:
 
 def short_history(machine: CrashMachine) -> None:
     """Something of everything: overwrites, names, a unit over several segments, sync,
-    checkpoint, the end of a mount and the begin of the next."""
+    checkpoint, the end of a mount and a kill, and the begin of the next."""
     machine.append([0, 1], 6000, 3)
     machine.make_durable("sync", 0)
     machine.create(0, b"n" * 255, "file", b"-")
@@ -45,6 +45,9 @@ def short_history(machine: CrashMachine) -> None:
     machine.close_and_open(0)
     machine.write(0, 100, 20_000, 11)
     machine.make_durable("checkpoint", 0)
+    machine.append([0, 1], 70_000, 5)
+    machine.time_passes(5, 0)  # in the ring, not flushed, when the daemon is killed
+    machine.killed(0)
     machine.truncate(0, 50, 0)
     machine.make_durable("sync", 0)
 
@@ -83,7 +86,8 @@ def fates(writes: list[Written]) -> Iterator[Survival]:
     for write in writes:
         yield losing(write)
         yield only(write)
-        for start in (0, SECTOR, 2 * SECTOR, len(write.data) - SECTOR):
+        within = len(write.data) // 4 // SECTOR * SECTOR
+        for start in (0, SECTOR, 2 * SECTOR, within, len(write.data) - SECTOR):
             if 0 <= start < len(write.data):
                 yield torn_at(write, start, start + SECTOR)
 
