@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+_VECTORS_MAX = 1024  # IOV_MAX
 
 
 class LayerFile(Protocol):
@@ -22,8 +24,8 @@ class LayerFile(Protocol):
     def open_direct(self) -> int:
         """A descriptor that reads past the page cache, where that can be; the caller closes it."""
 
-    def append(self, memory: memoryview, offset: int) -> None:
-        """Write all of `memory` at byte `offset`."""
+    def append(self, memory: Sequence[memoryview], offset: int) -> None:
+        """Write all of `memory`, one behind the other, at byte `offset`."""
 
     def truncate(self, nbytes: int) -> None:
         """Cut the file to `nbytes`."""
@@ -56,8 +58,8 @@ class SessionFile:
         with named(self.path):
             return os.stat(self.path.name, dir_fd=self.directory).st_size
 
-    def append(self, memory: memoryview, offset: int) -> None:
-        """Write all of `memory` at byte `offset`."""
+    def append(self, memory: Sequence[memoryview], offset: int) -> None:
+        """Write all of `memory`, one behind the other, at byte `offset`."""
         with _closing(self._open(os.O_WRONLY), self.path) as fd:
             _write_all(fd, memory, offset)
 
@@ -125,8 +127,8 @@ class ScratchFile:
                     raise
                 return os.open(name, os.O_RDONLY)
 
-    def append(self, memory: memoryview, offset: int) -> None:
-        """Write all of `memory` at byte `offset`."""
+    def append(self, memory: Sequence[memoryview], offset: int) -> None:
+        """Write all of `memory`, one behind the other, at byte `offset`."""
         with named(self.path):
             _write_all(self._writable(), memory, offset)
 
@@ -180,7 +182,17 @@ def _closing(fd: int, path: Path) -> Iterator[int]:
             os.close(fd)
 
 
-def _write_all(fd: int, memory: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(memory):
-        done += os.pwrite(fd, memory[done:], offset + done)
+def after(memory: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What one system call takes of it, without the first `done` bytes."""
+    left = []
+    for part in memory:
+        if done < len(part):
+            left.append(part[done:])
+        done = max(0, done - len(part))
+    return left[:_VECTORS_MAX]
+
+
+def _write_all(fd: int, memory: Sequence[memoryview], offset: int) -> None:
+    done, length = 0, sum(map(len, memory))
+    while done < length:
+        done += os.pwritev(fd, after(memory, done), offset + done)

@@ -13,13 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
 from kvfs.tiers.handles import HandleTable
 from kvfs.torch.errors import HotBudgetError
 from kvfs.torch.layout import RowLayout
-from kvfs.torch.slab import Heads
+from kvfs.torch.slab import Heads, Rows, TokenKV
 from kvfs.torch.staging import whole_pages
 from kvfs.torch.transfer import Mover, mover_for
 
@@ -29,28 +30,44 @@ WORKSPACES = 2
 _GROWTH = 1.25
 
 
-class Slab:
+View = TypeVar("View", bound=TokenKV)
+
+
+class _Memory(Generic[View]):
     """Memory of the pool, and how it was last seen: making a view anew costs 20 us."""
 
-    def __init__(self, mover: Mover, nbytes: int) -> None:
-        """`nbytes` on the mover's device."""
-        self.nbytes = nbytes
-        self._mover = mover
-        self._memory = mover.memory(nbytes)
-        self._view: Heads | None = None
+    def __init__(
+        self, memory: torch.Tensor, see: Callable[[torch.Tensor, RowLayout], View]
+    ) -> None:
+        """`see` makes the view."""
+        self.nbytes = memory.numel()
+        self._memory = memory
+        self._see = see
+        self._view: View | None = None
 
-    def seen_as(self, layout: RowLayout) -> Heads:
+    def seen_as(self, layout: RowLayout) -> View:
         """As K and V of that shape; what is in it stays."""
         if self._view is None or self._view.layout != layout:
-            self._view = self._mover.heads(self._memory, layout)
+            self._view = self._see(self._memory, layout)
         return self._view
 
 
-class Workspace(Slab):
+class Slab(_Memory[Rows]):
+    """A block of tokens of one layer, in rows as in its file."""
+
+    def __init__(self, mover: Mover, nbytes: int) -> None:
+        """`nbytes` on the mover's device."""
+        super().__init__(mover.memory(nbytes), mover.rows)
+
+
+class Workspace(_Memory[Heads]):
     """Memory for one layer in one piece; `content` says what its first `valid` tokens are."""
 
-    content: object = None
-    valid: int = 0
+    def __init__(self, mover: Mover, nbytes: int) -> None:
+        """`nbytes` on the mover's device."""
+        super().__init__(mover.memory(nbytes), mover.heads)
+        self.content: object = None
+        self.valid = 0
 
 
 @dataclass
@@ -143,8 +160,8 @@ class HotPool:
             taken = sum(space.nbytes for spaces in busy for space in spaces)
             return max(0, self._budget - self.used_bytes - taken) // self.slab_bytes
 
-    def slab(self, place: int, layout: RowLayout) -> Heads:
-        """A slab that was taken, as K and V of that shape."""
+    def slab(self, place: int, layout: RowLayout) -> Rows:
+        """A slab that was taken, as rows of that shape."""
         slab = self._slabs[place]
         assert slab is not None
         return slab.seen_as(layout)

@@ -19,7 +19,7 @@ from kvfs.torch.files import LayerFile, ScratchFile
 from kvfs.torch.hot import HotPool, Slab, Workspace
 from kvfs.torch.layout import RowLayout, name_of
 from kvfs.torch.ranges import Ranges
-from kvfs.torch.slab import Heads
+from kvfs.torch.slab import Heads, Rows
 from kvfs.torch.source import LayerSource, opened
 
 _epochs = itertools.count()
@@ -63,7 +63,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_initialized = True
         self.is_sliding = sliding_window is not None
         self.layout = layout
-        self.block_tokens = pool.slab_bytes // layout.row_bytes
+        self.block_tokens = layout.tokens_in(pool.slab_bytes)
         self.length = stored
         self.stored = stored
         self.reach = stored
@@ -76,7 +76,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._sliding_window = sliding_window
         self._writes_full_slabs = writes_full_slabs
         self._lock = threading.RLock()
-        self._slabs: list[Heads | None] = []
+        self._slabs: list[Rows | None] = []
         self._ids: Ids = np.empty(0, np.int64)
         self._cold = 0
         self._epoch = next(_epochs)
@@ -248,13 +248,8 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if self.stored >= upto:
                 return
             self.reach = max(self.reach, upto)
-            width = self.layout.row_bytes
-            with self._mover.staging(self.layout) as memory:
-                while self.stored < upto:
-                    last = min(upto, self.stored + len(memory) // width)
-                    self._copy_rows(self.stored, last, memory)
-                    self._mover.settle()
-                    self._write(memory[: (last - self.stored) * width], last)
+            for rows in self._mover.outgoing(self._parts(self.stored, upto), self.layout):
+                self._write(rows)
 
     def demote(self, blocks: list[int]) -> int:
         """Free these blocks, what the file does not hold of them written; the bytes freed.
@@ -326,10 +321,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if slab is None:
                 slab = spare
                 with opened(self._file, self.layout, self._mover) as source:
-                    at = 0
-                    for rows in source.rows(first, end):
-                        slab.put_rows(at, rows)
-                        at += len(rows) // self.layout.row_bytes
+                    source.fill([spare], self.block_tokens, first, end)
             yield slab.part(0, end - first)
 
     def reorder(self, indices: torch.Tensor) -> bool:
@@ -404,26 +396,23 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Straight to the file: there is no slab for them."""
         with self._lock:
             self.store()
-            last = self.length + kv.shape[3]
-            self.reach = max(self.reach, last)
-            self._write(self._mover.rows_of(kv), last)
+            self.reach = max(self.reach, self.length + kv.shape[3])
+            self._write([self._mover.rows_of(kv)])
 
-    def _write(self, rows: memoryview, last: int) -> None:
+    def _write(self, rows: list[memoryview]) -> None:
+        """What follows what is stored."""
+        nbytes = sum(map(len, rows))
         self._file.append(rows, self.stored * self.layout.row_bytes)
-        self._counters.add(written_bytes=len(rows))
-        self.stored = last
+        self._counters.add(written_bytes=nbytes)
+        self.stored += nbytes // self.layout.row_bytes
 
-    def _copy_rows(self, first: int, last: int, memory: memoryview) -> None:
-        """Tokens first..last-1, all hot, as rows of a file."""
-        width = self.layout.row_bytes
+    def _parts(self, first: int, last: int) -> Iterator[tuple[Rows, int, int]]:
+        """Tokens first..last-1, all hot, slab by slab."""
         for block in self._blocks_in([(first, last)]):
             start = block * self.block_tokens
-            begin, end = max(first, start), min(last, start + self.block_tokens)
             slab = self._slabs[block]
             assert slab is not None
-            slab.get_rows(
-                begin - start, end - start, memory[(begin - first) * width : (end - first) * width]
-            )
+            yield slab, max(first, start) - start, min(last - start, self.block_tokens)
 
     def _copy(self, which: int) -> torch.Tensor | None:
         if self._cold or not self.length:
@@ -432,27 +421,23 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         parts = [slab.part(0, self._span(b)[1] - self._span(b)[0]) for b, slab in self._hot()]
         return torch.cat(parts, dim=-2)[which]
 
-    def _hot(self) -> Iterator[tuple[int, Heads]]:
+    def _hot(self) -> Iterator[tuple[int, Rows]]:
         return ((block, slab) for block, slab in enumerate(self._slabs) if slab is not None)
 
     # Putting a layer together
 
     def _show(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the forward attends to, after its own tokens `kv` were appended."""
-        if len(self._slabs) == 1 and len(self._past) <= 1 and (slab := self._slabs[0]) is not None:
-            shown = slab.part(self._past[0][0] if self._past else 0, self.length)
-        else:
-            space = self._space
-            assert space is not None, "the layer is used without a forward that began"
-            heads = space.seen_as(self.layout)
-            past = self._past
-            seen = past[0][1] - past[0][0] if len(past) == 1 else spans.total(past)
-            if space.valid < seen:
-                self._gather(heads, space.valid)
-            heads.put(seen, kv)
-            space.valid = seen + kv.shape[3]
-            shown = heads.part(0, space.valid)
-        keys, values = shown.unbind(0)
+        space = self._space
+        assert space is not None, "the layer is used without a forward that began"
+        heads = space.seen_as(self.layout)
+        past = self._past
+        seen = past[0][1] - past[0][0] if len(past) == 1 else spans.total(past)
+        if space.valid < seen:
+            self._gather(heads, space.valid)
+        heads.put(seen, kv)
+        space.valid = seen + kv.shape[3]
+        keys, values = heads.part(0, space.valid).unbind(0)
         return keys, values
 
     def _gather(self, heads: Heads, valid: int) -> None:
@@ -464,9 +449,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     start = block * self.block_tokens
                     begin, stop = max(first, start), min(end, start + self.block_tokens)
                     place = valid + at + begin - first
-                    heads.part(place, place + stop - begin).copy_(
-                        slab.part(begin - start, stop - start)
-                    )
+                    heads.gather(place, slab, begin - start, stop - start)
 
     def _fetch(self, blocks: list[int], space: Workspace | None) -> None:
         if not blocks:
@@ -496,25 +479,13 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         with self._pool.handles.migrating(self._ids[blocks]) as migration:
             by_number = dict(zip(blocks, slabs, strict=True))
             for first, end in spans.runs(blocks):
-                self._read(by_number, self._span(first)[0], self._span(end - 1)[1], source)
+                run = [by_number[block] for block in range(first, end)]
+                source.fill(run, self.block_tokens, self._span(first)[0], self._span(end - 1)[1])
             with self._lock:
                 for block, slab in by_number.items():
                     self._slabs[block] = slab
                 self._cold -= len(blocks)
             migration.publish(State.HOT, np.array(places))
-
-    def _read(self, slabs: dict[int, Heads], first: int, last: int, source: LayerSource) -> None:
-        """Tokens first..last-1 of the file to the slabs of their blocks."""
-        width, at = self.layout.row_bytes, first
-        for rows in source.rows(first, last):
-            upto = at + len(rows) // width
-            piece_first = at
-            while at < upto:
-                block, offset = divmod(at, self.block_tokens)
-                end = min(upto, (block + 1) * self.block_tokens)
-                part = rows[(at - piece_first) * width : (end - piece_first) * width]
-                slabs[block].put_rows(offset, part)
-                at = end
 
     def _stream(self, blocks: list[int], space: Workspace, source: LayerSource) -> None:
         """What the forward needs of these blocks, straight to where attention wants it."""

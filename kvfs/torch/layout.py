@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,6 +40,14 @@ class RowLayout:
     def row_bytes(self) -> int:
         """Bytes in a row: what one token adds to a layer file."""
         return self.elements * self.dtype.itemsize
+
+    def tokens_in(self, nbytes: int) -> int:
+        """How many rows a block of so many bytes holds: whole pages of a file, so that blocks can
+        be read and written in place, unless that would leave more than an eighth unused."""
+        rows = nbytes // self.row_bytes
+        step = math.lcm(self.row_bytes, mmap.PAGESIZE)
+        in_pages = nbytes // step * step // self.row_bytes
+        return in_pages if in_pages >= rows - rows // 8 else rows
 
     @property
     def dtype_name(self) -> str:

@@ -109,7 +109,7 @@ class Session:
 
     def append_tokens(self, ids: array[int], at: int) -> None:
         """Store `ids` as tokens at, at+1, ..."""
-        self._tokens.append(memoryview(ids).cast("B"), at * _TOKEN_BYTES)
+        self._tokens.append([memoryview(ids).cast("B")], at * _TOKEN_BYTES)
 
     def end_round(self, tokens: int) -> None:
         """Note that a round ended with `tokens` tokens in the session; rank 0 writes it down."""

@@ -7,12 +7,14 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvfs.torch.files import LayerFile, named
+from kvfs.torch.files import LayerFile, after, named
 from kvfs.torch.layout import RowLayout
+from kvfs.torch.slab import Rows
+from kvfs.torch.staging import whole_pages
 from kvfs.torch.transfer import Mover
 
 MAP_ATTRIBUTE = "user.kvfs.map"
@@ -78,6 +80,34 @@ class LayerSource:
                 self.moved.mount += len(piece)
                 yield piece
 
+    def fill(self, slabs: Sequence[Rows], tokens: int, first: int, last: int) -> None:
+        """Tokens first..last-1 to slabs of `tokens` each; in place where a request may be so.
+
+        Raises:
+            OSError: as `rows`.
+        """
+        width = self._layout.row_bytes
+        begin, end = first * width, last * width
+        memory = None if covers(self._segments, begin, end) else _pages(slabs, tokens * width)
+        if memory is None or begin % mmap.PAGESIZE:
+            self._spread(slabs, tokens, self.rows(first, last))
+            return
+        memory[-1] = memory[-1][: whole_pages(end - begin - (len(slabs) - 1) * tokens * width)]
+        with named(self._file.path):
+            _read_exactly(self._fd, memory, begin, end - begin)
+        self.moved.mount += end - begin
+
+    def _spread(self, slabs: Sequence[Rows], tokens: int, pieces: Iterator[memoryview]) -> None:
+        width, at = self._layout.row_bytes, 0
+        for rows in pieces:
+            begin, end = at, at + len(rows) // width
+            while at < end:
+                number, offset = divmod(at, tokens)
+                upto = min(end, (number + 1) * tokens)
+                part = rows[(at - begin) * width : (upto - begin) * width]
+                slabs[number].put_rows(offset, part)
+                at = upto
+
     def _read_rows(self, first: int, last: int) -> Iterator[memoryview]:
         width = self._layout.row_bytes
         # Requests begin on a page and on a row: some rows before the first are read and left.
@@ -86,7 +116,7 @@ class LayerSource:
         while offset < last * width:
             with self._mover.staging(self._layout) as memory, named(self._file.path):
                 length = min(len(memory), last * width - offset)
-                _read_exactly(self._fd, memory, offset, length)
+                _read_exactly(self._fd, [memory[: whole_pages(length)]], offset, length)
                 yield memory[max(0, first * width - offset) : length]
             offset += length
 
@@ -160,11 +190,19 @@ def _map(fd: int) -> list[Segment]:
     return segments
 
 
-def _read_exactly(fd: int, memory: memoryview, offset: int, length: int) -> None:
-    request = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+def _pages(slabs: Sequence[Rows], nbytes: int) -> list[memoryview] | None:
+    """The first `nbytes` of each, if a direct request can go there."""
+    memory = [slab.memory for slab in slabs]
+    if len(slabs) > 1 and nbytes % mmap.PAGESIZE:
+        return None
+    return None if None in memory else [one[:nbytes] for one in memory if one is not None]
+
+
+def _read_exactly(fd: int, memory: Sequence[memoryview], offset: int, length: int) -> None:
+    """`length` bytes; the memory takes whole pages."""
     done = 0
     while done < length:
-        got = os.preadv(fd, [memory[done:request]], offset + done)
+        got = os.preadv(fd, after(memory, done), offset + done)
         if got == 0:
             raise OSError(errno.EIO, f"file ends at {offset + done}, {length - done} bytes early")
         done += got

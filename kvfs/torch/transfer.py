@@ -1,4 +1,4 @@
-"""Rows between files and hot memory: by numpy in host memory, by streams with a device.
+"""Rows between files and hot memory: in place in host memory, by streams with a device.
 
 On a device, what runs in the background runs on a side stream, beside what computes. Four
 rules keep the two in order:
@@ -16,15 +16,27 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
 
 from kvfs.torch.layout import RowLayout
-from kvfs.torch.slab import DeviceHeads, Heads, HostHeads, by_token, bytes_of
+from kvfs.torch.slab import (
+    DeviceHeads,
+    DeviceRows,
+    Heads,
+    HostHeads,
+    HostRows,
+    Rows,
+    by_token,
+    bytes_of,
+)
 from kvfs.torch.staging import page_aligned, piece_bytes, staging
+
+Part = tuple[Rows, int, int]
+"""Tokens [first, last) of a slab."""
 
 
 class Mover(Protocol):
@@ -37,6 +49,9 @@ class Mover(Protocol):
     def memory(self, nbytes: int) -> torch.Tensor:
         """Memory of the device that is used again and again: uint8, shape [nbytes]."""
 
+    def rows(self, memory: torch.Tensor, layout: RowLayout) -> Rows:
+        """Such memory, seen as rows of a file."""
+
     def heads(self, memory: torch.Tensor, layout: RowLayout) -> Heads:
         """Such memory, seen head by head."""
 
@@ -45,6 +60,10 @@ class Mover(Protocol):
 
     def staged(self, rows: memoryview, layout: RowLayout) -> Iterator[memoryview]:
         """The same rows in memory that `put_rows` takes; a piece is valid until the next."""
+
+    def outgoing(self, parts: Iterable[Part], layout: RowLayout) -> Iterator[list[memoryview]]:
+        """The rows of parts of slabs in host memory, in order, a few MiB of whole rows at a time;
+        valid until the next are asked for."""
 
     def rows_of(self, kv: torch.Tensor) -> memoryview:
         """K and V, `[2, batch, kv_heads, n, head_dim]`, as n rows of a file."""
@@ -69,7 +88,7 @@ def mover_for(device: torch.device) -> Mover:
 
 
 class HostMover:
-    """Hot memory is host memory: nothing is queued, and rows are turned where they lie."""
+    """Hot memory is host memory: nothing is queued, and files are read and written in place."""
 
     device = torch.device("cpu")
 
@@ -77,6 +96,10 @@ class HostMover:
         """Page-aligned and touched."""
         with torch.inference_mode(False):
             return torch.frombuffer(page_aligned(nbytes), dtype=torch.uint8)
+
+    def rows(self, memory: torch.Tensor, layout: RowLayout) -> Rows:
+        """Seen by numpy too."""
+        return HostRows(memory, layout)
 
     def heads(self, memory: torch.Tensor, layout: RowLayout) -> Heads:
         """Turned by numpy."""
@@ -89,6 +112,18 @@ class HostMover:
     def staged(self, rows: memoryview, layout: RowLayout) -> Iterator[memoryview]:
         """As they are."""
         yield rows
+
+    def outgoing(self, parts: Iterable[Part], layout: RowLayout) -> Iterator[list[memoryview]]:
+        """Where they lie."""
+        waiting: list[memoryview] = []
+        for slab, first, last in parts:
+            assert isinstance(slab, HostRows)
+            waiting.append(slab.rows(first, last))
+            if sum(map(len, waiting)) >= piece_bytes(layout):
+                yield waiting
+                waiting = []
+        if waiting:
+            yield waiting
 
     def rows_of(self, kv: torch.Tensor) -> memoryview:
         """A copy."""
@@ -126,6 +161,10 @@ class DeviceMover:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def rows(self, memory: torch.Tensor, layout: RowLayout) -> Rows:
+        """Out of the host's reach."""
+        return DeviceRows(memory, layout)
+
     def heads(self, memory: torch.Tensor, layout: RowLayout) -> Heads:
         """Turned on the device."""
         return DeviceHeads(memory, layout)
@@ -153,6 +192,25 @@ class DeviceMover:
                 part[:] = rows[at : at + len(part)]
                 yield part
             at += len(part)
+
+    def outgoing(self, parts: Iterable[Part], layout: RowLayout) -> Iterator[list[memoryview]]:
+        """Copied to staging."""
+        width = layout.row_bytes
+        with self.staging(layout) as memory:
+            filled = 0
+            for slab, first, last in parts:
+                while first < last:
+                    upto = min(last, first + (len(memory) - filled) // width)
+                    end = filled + (upto - first) * width
+                    slab.get_rows(first, upto, memory[filled:end])
+                    first, filled = upto, end
+                    if filled == len(memory):
+                        self.settle()
+                        yield [memory]
+                        filled = 0
+            if filled:
+                self.settle()
+                yield [memory[:filled]]
 
     def rows_of(self, kv: torch.Tensor) -> memoryview:
         """A copy, in pinned memory that torch keeps for the next one."""

@@ -22,7 +22,7 @@ from kvfs.torch import mounts
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout
 from kvfs.torch.ranges import Ranges, after, placed, runs, total, union, without
-from kvfs.torch.slab import HostHeads
+from kvfs.torch.slab import HostHeads, HostRows
 from kvfs.torch.source import MAP_ATTRIBUTE, Segment, covers, mapped_rows, opened
 from kvfs.torch.staging import staging
 from kvfs.torch.transfer import HostMover
@@ -55,23 +55,44 @@ def test_mount_of(path: str, fstype: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_memory_is_head_major_and_files_token_major(dtype: torch.dtype, batch: int) -> None:
+def test_slabs_and_files_are_token_major_and_workspaces_head_major(
+    dtype: torch.dtype, batch: int
+) -> None:
     layout = RowLayout(kv_heads=2, head_dim=4, dtype=dtype, batch=batch)
     kv = torch.randn(2, batch, 2, 3, 4).to(dtype)
-    heads = HostHeads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
-    heads.put(5, kv)
-    assert torch.equal(heads.part(5, 8), kv)
+    slab = HostRows(torch.zeros(1 << 12, dtype=torch.uint8), layout)
+    slab.put(5, kv)
+    assert torch.equal(slab.part(5, 8), kv)
 
     rows = memoryview(bytearray(3 * layout.row_bytes))
-    heads.get_rows(5, 8, rows)
-    assert rows == HostMover().rows_of(kv)
+    slab.get_rows(5, 8, rows)
+    assert rows == slab.rows(5, 8) == HostMover().rows_of(kv)
     by_token = torch.frombuffer(rows, dtype=dtype).view(3, 2, batch, 2, 4)
     assert torch.equal(by_token.permute(1, 2, 3, 0, 4), kv)
 
-    other = HostHeads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
-    other.put_rows(1, memoryview(bytes(rows)))
-    assert torch.equal(other.part(1, 4), kv)
-    assert not other.part(0, 1).any() and not other.part(4, 5).any()
+    heads = HostHeads(torch.zeros(1 << 12, dtype=torch.uint8), layout)
+    heads.put_rows(1, memoryview(bytes(rows)))
+    heads.gather(4, slab, 6, 8)
+    assert heads.kv.is_contiguous()
+    assert torch.equal(heads.part(1, 4), kv)
+    assert torch.equal(heads.part(4, 6), kv[:, :, :, 1:])
+    assert not heads.part(0, 1).any() and not heads.part(6, 7).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(8, 128), (3, 64), (1, 25), (5, 1000)])
+def test_blocks_are_whole_pages_of_the_file_where_a_slab_holds_as_many(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    layout = RowLayout(*shape, dtype)
+    for nbytes in (64 << 10, 256 << 10, 1 << 20):
+        tokens = layout.tokens_in(nbytes)
+        most = nbytes // layout.row_bytes
+        assert most - most // 8 <= tokens <= most
+        in_pages = [
+            n for n in range(most - most // 8, most + 1) if n * layout.row_bytes % 4096 == 0
+        ]
+        assert tokens == max(in_pages, default=most)
 
 
 @pytest.fixture

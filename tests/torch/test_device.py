@@ -24,12 +24,12 @@ from transformers import DynamicCache, PreTrainedModel
 from kvfs.torch import HotPool, KVFSCache
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout
-from kvfs.torch.slab import Heads
 from kvfs.torch.source import Segment, opened
-from kvfs.torch.transfer import DeviceMover, HostMover, Mover
+from kvfs.torch.transfer import DeviceMover, HostMover, Mover, Part
 
 Prompt = Callable[..., torch.Tensor]
 ModelMaker = Callable[..., PreTrainedModel]
+See = Callable[[torch.Tensor, RowLayout], Any]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SLAB = 4096
 needs_gpu = [
@@ -51,16 +51,20 @@ def random_rows(layout: RowLayout, count: int) -> memoryview:
     return memoryview(bytearray(os.urandom(count * layout.row_bytes)))
 
 
-def filled(mover: Mover, layout: RowLayout, at: int, rows: memoryview) -> Heads:
+def filled(see: See, mover: Mover, layout: RowLayout, at: int, rows: memoryview) -> Any:
     """Zeros, and `rows` from token `at` on, as they come from a mapped segment."""
     memory = mover.memory(1 << 16)
     memory.zero_()
-    heads = mover.heads(memory, layout)
+    seen = see(memory, layout)
     for piece in mover.staged(rows, layout):
-        heads.put_rows(at, piece)
+        seen.put_rows(at, piece)
         at += len(piece) // layout.row_bytes
     mover.settle()
-    return heads
+    return seen
+
+
+def outgoing(mover: Mover, parts: list[Part], layout: RowLayout) -> bytes:
+    return b"".join(bytes(part) for some in mover.outgoing(parts, layout) for part in some)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -82,18 +86,38 @@ def test_rows_come_and_go_as_in_host_memory(
     layout = RowLayout(kv_heads, head_dim, dtype, batch)
     rows = random_rows(layout, count)
     host, mover = HostMover(), DeviceMover(device)
-    expected, heads = filled(host, layout, at, rows), filled(mover, layout, at, rows)
-    assert heads.kv.device == device
-    assert bits(heads.kv) == bits(expected.kv)
+    expected, slab = (
+        filled(host.rows, host, layout, at, rows),
+        filled(mover.rows, mover, layout, at, rows),
+    )
+    heads = filled(mover.heads, mover, layout, at, rows)
+    assert slab.kv.device == heads.kv.device == device
     first, last = at + count // 3, at + count
-    assert mover.rows_of(heads.part(first, last)) == host.rows_of(expected.part(first, last))
-    assert bytes(mover.rows_of(heads.part(at, last))) == bytes(rows)
-    with mover.staging(layout) as memory:
-        last = min(last, first + len(memory) // layout.row_bytes)
-        into = memory[: (last - first) * layout.row_bytes]
-        heads.get_rows(first, last, into)
+    for seen in (slab, heads):
+        assert bits(seen.part(at, last)) == bits(expected.part(at, last))
+        assert mover.rows_of(seen.part(first, last)) == host.rows_of(expected.part(first, last))
+        assert bytes(mover.rows_of(seen.part(at, last))) == bytes(rows)
+    left = rows[(first - at) * layout.row_bytes :]
+    parts = [(slab, first, last), (slab, at, last)]
+    assert outgoing(mover, parts, layout) == bytes(left) + bytes(rows)
+    assert outgoing(host, [(expected, *part[1:]) for part in parts], layout) == bytes(left) + bytes(
+        rows
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "kv_heads", "head_dim"), [(1, 2, 16), (3, 2, 8), (1, 1, 25)])
+def test_slabs_are_gathered_head_by_head(
+    batch: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    layout = RowLayout(kv_heads, head_dim, dtype, batch)
+    rows = random_rows(layout, 41)
+    for mover in (HostMover(), DeviceMover(device)):
+        slab = filled(mover.rows, mover, layout, 3, rows)
+        heads = mover.heads(mover.memory(1 << 16), layout)
+        heads.gather(7, slab, 5, 44)
         mover.settle()
-        assert into == rows[(first - at) * layout.row_bytes :][: len(into)]
+        assert bytes(mover.rows_of(heads.part(7, 46))) == bytes(rows[2 * layout.row_bytes :])
 
 
 def test_a_file_is_read_to_staging_that_starts_on_a_page(

@@ -50,9 +50,10 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
     write = KVFSLayer._write
 
-    def seen_write(self: KVFSLayer, rows: memoryview, last: int) -> None:
-        streams.on_host("a write to a file", rows, write=False)
-        write(self, rows, last)
+    def seen_write(self: KVFSLayer, rows: list[memoryview]) -> None:
+        for part in rows:
+            streams.on_host("a write to a file", part, write=False)
+        write(self, rows)
 
     monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
     monkeypatch.setattr("kvfs.torch.hot.mover_for", Mover)
