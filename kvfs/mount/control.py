@@ -21,7 +21,7 @@ from kvfs.engine.nodes import error
 from kvfs.engine.store import Store
 from kvfs.mount.config import MountConfig
 from kvfs.mount.metrics import metrics
-from kvfs.tiers.migrate import Migration
+from kvfs.tiers.migrate import Mapped, Migration
 from kvfs.tiers.planner import Outcomes, Planner
 
 PREFIX = b"user.kvfs."
@@ -91,22 +91,28 @@ def _unset(store: Store, ino: int, name: bytes) -> Step[bytes | None]:
 
 def read_map(migration: Migration, ino: int) -> Step[bytes]:
     """JSON for who maps a file's bytes: version, size, and segments with path, offset, length,
-    and the offset in the file that they are from. Raises ENODATA when it cannot be had."""
-    mapped = yield from migration.map(ino)
-    if mapped is None:
-        raise error(errno.ENODATA)
-    document = {
-        "version": mapped.version,
-        "size": mapped.size,
-        "segments": [
-            {"path": os.fspath(one.path), "offset": one.offset, "length": one.length, "at": one.at}
-            for one in mapped.segments
-        ],
-    }
+    and the offset in the file that they are from; of a directory the same of each file in it that
+    is in warm memory, by their names. Raises ENODATA when it cannot be had."""
+    if (yield from migration.store.node(ino)).is_directory:
+        shown = yield from migration.map_all(ino)
+        document = {"files": {os.fsdecode(name): _map_of(file) for name, file in shown.items()}}
+    else:
+        mapped = yield from migration.map(ino)
+        if mapped is None:
+            raise error(errno.ENODATA)
+        document = _map_of(mapped)
     value = json.dumps(document).encode()
     if len(value) > _XATTR_MAX:
         raise error(errno.ENODATA)
     return value
+
+
+def _map_of(mapped: Mapped) -> dict[str, Any]:
+    segments = [
+        {"path": os.fspath(one.path), "offset": one.offset, "length": one.length, "at": one.at}
+        for one in mapped.segments
+    ]
+    return {"version": mapped.version, "size": mapped.size, "segments": segments}
 
 
 def hinted(store: Store, ino: int) -> Step[tuple[int, int]]:

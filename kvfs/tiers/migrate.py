@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ _REWRITE_WINDOW = 32 * 1024 * 1024
 # A file in more than so many times the extents that it needs is worth writing anew.
 _FRAGMENTED = 2
 _FILES_MAX = 1 << 20
+_SHOWN_MAX = 1024  # files of a directory: an answer with more would not fit in an attribute
 _PREFETCHES_MAX = 64
 _LOOKED_AT_ONCE = 256
 
@@ -270,14 +271,40 @@ class Migration:
             mapped = yield from settled(lambda: self._mapped(ino))
         return mapped
 
+    def map_all(self, directory: int) -> Step[dict[bytes, Mapped]]:
+        """Where the files in a directory lie that are here now, for who copies them at once."""
+        shown: dict[bytes, Mapped] = {}
+        entries = yield from self.store.list_directory(directory, 0, _SHOWN_MAX + 1)
+        if len(entries) > _SHOWN_MAX:
+            return {}
+        yield from self.store.load(entry.ino for _, entry in entries)
+        for _, entry in entries:
+            try:
+                mapped = yield from settled(partial(self._shown, entry.ino))
+            except FileNotFoundError:
+                continue  # it was removed meanwhile
+            if mapped is not None:
+                shown[entry.name] = mapped
+            yield from self._let_others_go_on()
+        return shown
+
     def _mapped(self, ino: int) -> Step[Mapped | None]:
-        inode = (yield from self.store.node(ino)).inode
-        pieces = yield from self._in_memory(ino)
-        if pieces is None:
-            return None
         # Not who asked, but who is still there: it may have closed the file, or died, meanwhile.
         is_open = self.store.units.opened[ino] > 0
-        segments = self.warm.lease(ino, pieces) if is_open else self.warm.segments(pieces)
+        lend = partial(self.warm.lease, ino) if is_open else self.warm.segments
+        return (yield from self._lent(ino, lend))
+
+    def _shown(self, ino: int) -> Step[Mapped | None]:
+        if (yield from self.store.node(ino)).is_directory:
+            return None
+        return (yield from self._lent(ino, self.warm.show))
+
+    def _lent(
+        self, ino: int, lend: Callable[[list[Kept]], list[MapSegment] | None]
+    ) -> Step[Mapped | None]:
+        inode = (yield from self.store.node(ino)).inode
+        pieces = yield from self._in_memory(ino)
+        segments = None if pieces is None else lend(pieces)
         return None if segments is None else Mapped(inode.ctime_ns, inode.size, segments)
 
     def _in_memory(self, ino: int) -> Step[list[Kept] | None]:

@@ -20,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from cachetools import LRUCache
+from cachetools import LRUCache, TTLCache
 
 from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
@@ -50,6 +50,8 @@ _SUFFIX = ".kvmap"
 _IDLE_SHARE = 16  # of the limit: one part in so many may be chunks of the log that wait
 _IDLE_MAX = 4
 _NAMED = 64  # victims that are asked for at once
+_SHOWN_SECONDS = 10  # so long at most does it take to copy what was shown
+_SHOWN_MAX = 65_536
 _NAMES_MAX = 65_536  # sessions whose plain name is known to have been used
 
 
@@ -152,8 +154,10 @@ class WarmTier:
     _named: LRUCache[int, None] = field(default_factory=lambda: LRUCache(_NAMES_MAX))
     _leases: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
     _leased: dict[int, Kvmap] = field(default_factory=dict)
+    _shown: TTLCache[int, int] = field(init=False)  # bytes by the serial of a warm file
 
     def __post_init__(self) -> None:
+        self._shown = TTLCache(_SHOWN_MAX, _SHOWN_SECONDS, self.clock)
         idle = min(max(self.limit // (_IDLE_SHARE * CHUNK_SIZE), 1), _IDLE_MAX)
         self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve, idle)
 
@@ -344,6 +348,7 @@ class WarmTier:
         if not of_unit:
             del self._by_unit[kvmap.header.unit]
             self.policy.remove([kvmap.header.unit])
+        self._shown.pop(kvmap.header.serial, None)
         self._taken -= kvmap.taken
         self.counters.evicted_files += 1
         self.counters.evicted += kvmap.taken
@@ -444,19 +449,39 @@ class WarmTier:
         segments = self.segments(parts)
         if segments is None:
             return None
-        mine = self._leases.setdefault(ino, {})
-        kvmaps = {kvmap.header.serial: kvmap for kvmap in map(self._kvmap_of, parts)}
-        added = {serial: kvmap for serial, kvmap in kvmaps.items() if serial not in mine}
-        if self.leased + sum(k.taken for k in added.values() if not k.leases) > self.limit // 2:
+        kvmaps = self._kvmaps_of(parts)
+        if not self._may_lease(kvmaps):
             return None
-        for serial, kvmap in added.items():
-            mine[serial] = self._leased[serial] = kvmap
-            kvmap.users += 1
-            kvmap.leases += 1
+        mine = self._leases.setdefault(ino, {})
+        for serial, kvmap in kvmaps.items():
+            if serial not in mine:
+                mine[serial] = self._leased[serial] = kvmap
+                kvmap.users += 1
+                kvmap.leases += 1
         return segments
 
-    def _kvmap_of(self, part: Kept) -> Kvmap:
-        return self._by_region[id(part.region)]
+    def show(self, parts: list[Kept]) -> list[MapSegment] | None:
+        """The same for who copies them at once: they may go meanwhile, which takes nothing from
+        who has them mapped, and count as leased for a few seconds."""
+        segments = self.segments(parts)
+        if segments is None:
+            return None
+        kvmaps = self._kvmaps_of(parts)
+        if not self._may_lease(kvmaps):
+            return None
+        for serial, kvmap in kvmaps.items():
+            self._shown[serial] = kvmap.taken
+        return segments
+
+    def _kvmaps_of(self, parts: list[Kept]) -> dict[int, Kvmap]:
+        kvmaps = (self._by_region[id(part.region)] for part in parts)
+        return {kvmap.header.serial: kvmap for kvmap in kvmaps}
+
+    def _may_lease(self, kvmaps: dict[int, Kvmap]) -> bool:
+        """At most half of the memory is lent."""
+        known = self._leased.keys() | self._shown.keys()
+        added = sum(kvmap.taken for serial, kvmap in kvmaps.items() if serial not in known)
+        return self.leased + added <= self.limit // 2
 
     def end_lease(self, ino: int) -> None:
         """Nobody has the file open any longer."""
@@ -469,7 +494,8 @@ class WarmTier:
     @property
     def leased(self) -> int:
         """Bytes of warm files that others may have mapped."""
-        return sum(kvmap.taken for kvmap in self._leased.values())
+        shown = sum(taken for serial, taken in self._shown.items() if serial not in self._leased)
+        return shown + sum(kvmap.taken for kvmap in self._leased.values())
 
     # -- details
 

@@ -32,6 +32,7 @@ from kvfs.torch.layer import KVFSLayer
 from kvfs.torch.mounts import require_kvfs
 from kvfs.torch.ranges import Ranges
 from kvfs.torch.session import Session
+from kvfs.torch.source import SessionMap
 from kvfs.torch.summary import SummarySlot
 from kvfs.torch.window import Window
 
@@ -245,8 +246,9 @@ class KVFSCache(Cache):
         """Begin to bring in, in the background, what attention needs and the budget allows."""
         self._settle()
         self._press(0, self._seen_bytes(0))
+        shown = None if self._kept is not None else self._session.shown()
         for index in range(len(self.layers)):
-            self.prefetch(index)
+            self._prefetch(index, shown)
 
     def rewind_to(self, ids: torch.Tensor | Sequence[int]) -> int:
         """Crop to what the session has in common with the prompt `ids`, shape [n] or [1, n].
@@ -390,11 +392,14 @@ class KVFSCache(Cache):
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Begin to fetch one layer, as far as the budget has room."""
+        self._prefetch(layer_idx, None)
+
+    def _prefetch(self, layer_idx: int, shown: SessionMap | None) -> None:
         layer = self.layers[layer_idx]
         layer.attend_to(self._attended_or_all())
         wanted = layer.past
         if layer.lacking(wanted):
-            self._submit(layer_idx, partial(layer.load, wanted))
+            self._submit(layer_idx, partial(layer.load, wanted, shown))
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Write what the file of one layer does not hold, and free its memory."""

@@ -47,9 +47,10 @@ class _Memory(Generic[View]):
 
     def seen_as(self, layout: RowLayout) -> View:
         """As K and V of that shape; what is in it stays."""
-        if self._view is None or self._view.layout != layout:
-            self._view = self._see(self._memory, layout)
-        return self._view
+        view = self._view
+        if view is None or (view.layout is not layout and view.layout != layout):
+            view = self._view = self._see(self._memory, layout)
+        return view
 
 
 class Slab(_Memory[Rows]):

@@ -20,7 +20,7 @@ from kvfs.torch.hot import HotPool, Slab, Workspace
 from kvfs.torch.layout import RowLayout, name_of
 from kvfs.torch.ranges import Ranges
 from kvfs.torch.slab import Heads, Rows
-from kvfs.torch.source import LayerSource, opened
+from kvfs.torch.source import LayerSource, SessionMap, opened
 
 _epochs = itertools.count()
 """Each says what one layer holds, until something other than new tokens changes that."""
@@ -237,9 +237,12 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return []
         return [block for block in self._blocks_in(wanted) if self._slabs[block] is None]
 
-    def load(self, wanted: Ranges) -> None:
-        """Bring these tokens in, as far as slabs are free; OSError if they cannot be read."""
-        self._fetch(self.lacking(wanted), None)
+    def load(self, wanted: Ranges, shown: SessionMap | None = None) -> None:
+        """Bring these tokens in, as far as slabs are free; OSError if they cannot be read.
+
+        `shown` is what the daemon shows of the session since its files were last cut.
+        """
+        self._fetch(self.lacking(wanted), None, shown)
 
     def store(self, upto: int | None = None) -> None:
         """Write to the file what it does not hold yet of the first `upto` tokens, or of all."""
@@ -451,14 +454,16 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     place = valid + at + begin - first
                     heads.gather(place, slab, begin - start, stop - start)
 
-    def _fetch(self, blocks: list[int], space: Workspace | None) -> None:
+    def _fetch(
+        self, blocks: list[int], space: Workspace | None, shown: SessionMap | None = None
+    ) -> None:
         if not blocks:
             return
         began = time.perf_counter()
         places = self._pool.take(len(blocks))
         promoted, streamed = blocks[: len(places)], blocks[len(places) :]
         try:
-            with opened(self._file, self.layout, self._mover) as source:
+            with opened(self._file, self.layout, self._mover, shown) as source:
                 if promoted:
                     self._promote(promoted, places, source)
                     places = []

@@ -14,6 +14,7 @@ import torch
 
 from kvfs.torch.layout import RowLayout
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 Vectors = np.ndarray[tuple[int, int, int], np.dtype[np.void]]
 
 
@@ -49,7 +50,7 @@ class Rows(TokenKV, ABC):
         """All of it, for who reads and writes files in place; None where a host cannot."""
 
     @abstractmethod
-    def put_rows(self, at: int, rows: memoryview) -> None:
+    def put_rows(self, at: int, rows: Bytes) -> None:
         """Store whole rows of a file as tokens at, at+1, ..."""
 
     @abstractmethod
@@ -89,10 +90,10 @@ class HostRows(Rows):
         """All of it."""
         return self._bytes.data
 
-    def put_rows(self, at: int, rows: memoryview) -> None:
+    def put_rows(self, at: int, rows: Bytes) -> None:
         """Store whole rows of a file as tokens at, at+1, ..."""
         start = at * self.layout.row_bytes
-        self._bytes[start : start + len(rows)] = np.frombuffer(rows, np.uint8)
+        self._bytes[start : start + len(rows)] = rows
 
     def get_rows(self, first: int, last: int, into: memoryview) -> None:
         """Write tokens first..last-1 as rows of a file to `into`, which they fill."""
@@ -102,7 +103,7 @@ class HostRows(Rows):
         """Tokens first..last-1 where they lie."""
         return self._range(first, last).data
 
-    def _range(self, first: int, last: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def _range(self, first: int, last: int) -> Bytes:
         width = self.layout.row_bytes
         return self._bytes[first * width : last * width]
 
@@ -145,14 +146,15 @@ class DeviceRows(Rows):
         super().__init__(memory, layout)
         self._bytes = memory
 
-    def put_rows(self, at: int, rows: memoryview) -> None:
+    def put_rows(self, at: int, rows: Bytes) -> None:
         """Store whole rows of a file as tokens at, at+1, ..."""
         count = len(rows) // self.layout.row_bytes
-        self._range(at, at + count).copy_(_host_bytes(rows), non_blocking=True)
+        self._range(at, at + count).copy_(torch.from_numpy(rows), non_blocking=True)
 
     def get_rows(self, first: int, last: int, into: memoryview) -> None:
         """Write tokens first..last-1 as rows of a file to `into`, which they fill."""
-        _host_bytes(into).copy_(self._range(first, last), non_blocking=True)
+        host = torch.frombuffer(into, dtype=torch.uint8)
+        host.copy_(self._range(first, last), non_blocking=True)
 
     def _range(self, first: int, last: int) -> torch.Tensor:
         width = self.layout.row_bytes
@@ -188,10 +190,6 @@ def _used(memory: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """As many rows as fit, as numbers."""
     count = memory.numel() // layout.row_bytes
     return memory[: count * layout.row_bytes].view(layout.dtype)
-
-
-def _host_bytes(memory: memoryview) -> torch.Tensor:
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _vector(layout: RowLayout) -> np.dtype[np.void]:

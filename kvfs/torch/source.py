@@ -7,9 +7,13 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from kvfs.torch.files import LayerFile, after, named
 from kvfs.torch.layout import RowLayout
@@ -18,6 +22,8 @@ from kvfs.torch.staging import whole_pages
 from kvfs.torch.transfer import Mover
 
 MAP_ATTRIBUTE = "user.kvfs.map"
+# Not offered, not for us, or gone in between: the mount has the same bytes.
+_NO_OFFER = (OSError, ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -48,14 +54,23 @@ class LayerSource:
     """
 
     def __init__(
-        self, fd: int, file: LayerFile, layout: RowLayout, mover: Mover, segments: list[Segment]
+        self, file: LayerFile, layout: RowLayout, mover: Mover, segments: list[Segment]
     ) -> None:
         self.moved = Moved()
-        self._fd = fd
         self._file = file
         self._layout = layout
         self._mover = mover
         self._segments = segments
+        self._fd = -1
+
+    def lease(self) -> None:
+        """Open the file, and map what the daemon offers of it."""
+        self._segments = _map_or_nothing(self._descriptor())
+
+    def close(self) -> None:
+        """Give the lease up."""
+        if self._fd >= 0:
+            os.close(self._fd)
 
     @property
     def mapped(self) -> bool:
@@ -94,19 +109,24 @@ class LayerSource:
             return
         memory[-1] = memory[-1][: whole_pages(end - begin - (len(slabs) - 1) * tokens * width)]
         with named(self._file.path):
-            _read_exactly(self._fd, memory, begin, end - begin)
+            _read_exactly(self._descriptor(), memory, begin, end - begin)
         self.moved.mount += end - begin
 
     def _spread(self, slabs: Sequence[Rows], tokens: int, pieces: Iterator[memoryview]) -> None:
         width, at = self._layout.row_bytes, 0
-        for rows in pieces:
+        for piece in pieces:
+            rows = np.frombuffer(piece, np.uint8)
             begin, end = at, at + len(rows) // width
             while at < end:
                 number, offset = divmod(at, tokens)
                 upto = min(end, (number + 1) * tokens)
-                part = rows[(at - begin) * width : (upto - begin) * width]
-                slabs[number].put_rows(offset, part)
+                slabs[number].put_rows(offset, rows[(at - begin) * width : (upto - begin) * width])
                 at = upto
+
+    def _descriptor(self) -> int:
+        if self._fd < 0:
+            self._fd = self._file.open_direct()
+        return self._fd
 
     def _read_rows(self, first: int, last: int) -> Iterator[memoryview]:
         width = self._layout.row_bytes
@@ -116,19 +136,48 @@ class LayerSource:
         while offset < last * width:
             with self._mover.staging(self._layout) as memory, named(self._file.path):
                 length = min(len(memory), last * width - offset)
-                _read_exactly(self._fd, [memory[: whole_pages(length)]], offset, length)
+                _read_exactly(self._descriptor(), [memory[: whole_pages(length)]], offset, length)
                 yield memory[max(0, first * width - offset) : length]
             offset += length
 
 
 @contextmanager
-def opened(file: LayerFile, layout: RowLayout, mover: Mover) -> Iterator[LayerSource]:
-    """The layer's rows, mapped where the daemon offers that; OSError if it cannot be opened."""
-    fd = file.open_direct()
+def opened(
+    file: LayerFile, layout: RowLayout, mover: Mover, shown: SessionMap | None = None
+) -> Iterator[LayerSource]:
+    """The layer's rows, mapped where the daemon offers that; OSError if it cannot be opened.
+
+    `shown` is what it offered of the whole session. What is not in that is read.
+    """
+    source = LayerSource(file, layout, mover, shown.segments(file.path.name) if shown else [])
     try:
-        yield LayerSource(fd, file, layout, mover, _map_or_nothing(fd))
+        if shown is None:
+            source.lease()
+        yield source
     finally:
-        os.close(fd)
+        source.close()
+
+
+class SessionMap:
+    """What the daemon shows of the files of a session at one moment, asked for with the first
+    use: one answer, and one mapping of each warm file, for all layers.
+
+    No lease comes with it, so what it is used for is a copy at once. The files may grow
+    meanwhile, and must not be cut. Safe to use from several threads.
+    """
+
+    def __init__(self, directory: int) -> None:
+        """Of the session with this descriptor."""
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._files: dict[str, list[Segment]] | None = None
+
+    def segments(self, name: str) -> list[Segment]:
+        """All of a file's bytes, in file order; nothing if it is not in warm memory."""
+        with self._lock:
+            if self._files is None:
+                self._files = _map_session(self._directory)
+        return self._files.get(name, [])
 
 
 def covers(segments: list[Segment], begin: int, end: int) -> bool:
@@ -163,30 +212,50 @@ def _straddling(segments: list[Segment], at: int, width: int) -> memoryview:
 
 def _map_or_nothing(fd: int) -> list[Segment]:
     try:
-        return _map(fd)
-    except (OSError, ValueError, KeyError, TypeError):
-        # Not offered, not for us, or gone in between: the mount has the same bytes.
+        told = json.loads(os.getxattr(fd, MAP_ATTRIBUTE))["segments"]
+        return _segments(told, _mapped(told))
+    except _NO_OFFER:
         return []
 
 
-def _map(fd: int) -> list[Segment]:
-    offer = json.loads(os.getxattr(fd, MAP_ATTRIBUTE))
-    segments = []
-    for told in offer["segments"]:
-        offset, length = told["offset"], told["length"]
-        shift = offset % mmap.ALLOCATIONGRANULARITY
-        warm = os.open(told["path"], os.O_RDONLY | os.O_CLOEXEC)
+def _map_session(directory: int) -> dict[str, list[Segment]]:
+    try:
+        files = json.loads(os.getxattr(directory, MAP_ATTRIBUTE))["files"]
+        told = {name: file["segments"] for name, file in files.items()}
+        mapped = _mapped(one for segments in told.values() for one in segments)
+        return {name: _segments(segments, mapped) for name, segments in told.items()}
+    except _NO_OFFER:
+        return {}
+
+
+def _mapped(told: Iterable[dict[str, Any]]) -> dict[str, Segment]:
+    """The part of each warm file that is told of; `at` is its offset there."""
+    wanted: dict[str, tuple[int, int]] = {}
+    for one in told:
+        begin, end = one["offset"], one["offset"] + one["length"]
+        first, last = wanted.get(one["path"], (begin, end))
+        wanted[one["path"]] = min(first, begin), max(last, end)
+    mapped = {}
+    for path, (begin, end) in wanted.items():
+        begin -= begin % mmap.ALLOCATIONGRANULARITY
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            mapping = mmap.mmap(
-                warm,
-                length + shift,
-                flags=mmap.MAP_SHARED | mmap.MAP_POPULATE,
-                prot=mmap.PROT_READ,
-                offset=offset - shift,
+            # Not populated: who copies does that beside others, in large pages at no cost.
+            memory = mmap.mmap(
+                fd, end - begin, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=begin
             )
         finally:
-            os.close(warm)
-        segments.append(Segment(told["at"], memoryview(mapping)[shift:]))
+            os.close(fd)
+        mapped[path] = Segment(begin, memoryview(memory))
+    return mapped
+
+
+def _segments(told: list[dict[str, Any]], mapped: dict[str, Segment]) -> list[Segment]:
+    segments = []
+    for one in told:
+        whole = mapped[one["path"]]
+        start = one["offset"] - whole.at
+        segments.append(Segment(one["at"], whole.memory[start : start + one["length"]]))
     return segments
 
 

@@ -344,13 +344,61 @@ def test_at_most_half_of_warm_is_leased(kv_mount: Path) -> None:
     assert stats["leased"] == 0
 
 
-def test_a_hole_or_a_directory_is_not_mapped(kv_mount: Path) -> None:
+def test_a_hole_is_not_mapped(kv_mount: Path) -> None:
     session = make_session(kv_mount)
     with open(session / "sparse", "wb") as file:
         file.truncate(MIB)
-    for path in (session, session / "sparse"):
-        with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
-            map_of(path)
+    with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+        map_of(session / "sparse")
+    assert "sparse" not in map_of(session)["files"]
+
+
+def test_a_directory_shows_what_of_its_files_is_warm(kv_mount: Path) -> None:
+    """One answer for a whole session; it brings nothing in."""
+    session = make_session(kv_mount)
+    (session / "below").mkdir()
+    files = map_of(session)["files"]
+    assert sorted(files) == [f"layer.{number:03d}" for number in range(4)]
+    for number in range(4):
+        name = f"layer.{number:03d}"
+        assert files[name] == map_of(session / name)
+        assert mapped(files[name]) == content("agent", number)
+    demote(session)
+    assert map_of(session)["files"] == {}
+    assert tier(session) == "cold"
+    wait_until(lambda: map_of(session / "layer.002"))
+    (name,) = map_of(session)["files"]
+    assert name == "layer.002"
+
+
+def test_what_a_directory_shows_may_go_and_stays_as_it_was_for_who_mapped_it(
+    kv_mount: Path,
+) -> None:
+    session = make_session(kv_mount)
+    segments = map_of(session)["files"]["layer.003"]["segments"]
+    stats = json.loads((kv_mount / ".kvfs" / "stats.json").read_text())["warm"]
+    assert 4 * MIB <= stats["leased"] <= stats["taken"]
+    parts = []
+    for one in segments:
+        with open(one["path"], "rb") as warm:
+            skip = one["offset"] % mmap.ALLOCATIONGRANULARITY
+            length, offset = one["length"] + skip, one["offset"] - skip
+            view = mmap.mmap(warm.fileno(), length, prot=mmap.PROT_READ, offset=offset)
+            parts.append(memoryview(view)[skip:])
+    demote(session)
+    assert tier(session) == "cold"
+    assert not any(os.path.exists(one["path"]) for one in segments)
+    for number in range(4):
+        make_session(kv_mount, f"other{number}")
+    assert b"".join(parts) == content("agent", 3)
+
+
+def test_a_directory_of_too_many_files_shows_none(kv_mount: Path) -> None:
+    pool = kv_mount / "pool"
+    pool.mkdir()
+    for number in range(1025):
+        (pool / f"{number}").touch()
+    assert map_of(pool) == {"files": {}}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")

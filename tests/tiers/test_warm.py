@@ -397,6 +397,24 @@ def test_what_is_leased_does_not_grow_beyond_half(directory: Path) -> None:
         assert tier.usage().leased <= tier.limit // 2
 
 
+def test_what_is_shown_counts_as_leased_for_a_while_and_may_go(directory: Path) -> None:
+    now = 0.0
+    tier = WarmTier(directory, 64 * MIB, InlineExecutor(), clock=lambda: now)
+    list(tier.open(UUID, TOKEN, 0))
+    shown = {}
+    for number in range(1, 9):
+        _, kept = put(tier, number, data := os.urandom(4 * MIB), unit=SESSION + number)
+        commit(tier, number, extent_of(number, data), [kept])
+        shown[number] = tier.show([kept])
+        assert tier.usage().leased <= tier.limit // 2
+    refused = [number for number, segments in shown.items() if segments is None]
+    assert shown[1] is not None and refused and refused == list(range(refused[0], 9))
+    assert tier.evict_unit(SESSION + 1) > 0, "it is no lease that keeps it"
+    now += 60
+    assert tier.usage().leased == 0
+    assert tier.show([kept]) is not None
+
+
 def test_the_log_has_room_when_all_else_is_in_use(directory: Path) -> None:
     """Before its first operation too: who makes a directory gets no ENOSPC."""
     tier, _ = opened(directory, limit=32 * MIB)

@@ -204,6 +204,51 @@ def test_bytes_come_mapped_where_the_daemon_offers_it_else_through_the_mount(
             assert ways[1] == 0
 
 
+def test_a_session_is_loaded_as_far_as_the_daemon_shows_it(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    """What is warm is mapped, what is cold is read, and the numbers are the same."""
+    reference = DynamicCache()
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
+        for one in (cache, reference):
+            fill(model, one, prompt(300))
+        cache.sync()
+        for cold in ([], [0, 3, 7], range(LAYERS)):
+            cache.release()
+            os.setxattr(cache.path, "user.kvfs.demote", b"1")
+            for layer in set(range(LAYERS)) - set(cold):
+                os.getxattr(cache.path / f"layer.{layer:03d}", MAP_ATTRIBUTE)
+            before = cache.counters.fetched_bytes_mapped, cache.counters.fetched_bytes_mount
+            cache.load()
+            counters = cache.counters
+            assert counters.fetched_bytes_mount - before[1] == len(cold) * 300 * ROW_BYTES
+            assert (
+                counters.fetched_bytes_mapped - before[0] == (LAYERS - len(cold)) * 300 * ROW_BYTES
+            )
+            for ours, theirs in zip(cache.layers, reference.layers, strict=True):
+                assert torch.equal(ours.keys, theirs.keys)
+                assert torch.equal(ours.values, theirs.values)
+
+
+@pytest.mark.parametrize("changed", ["grown", "cut"])
+def test_what_was_asked_for_before_a_change_gives_nothing_old(
+    changed: str, kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    reference = DynamicCache()
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
+        for one in (cache, reference):
+            fill(model, one, prompt(130))
+        for turn in range(5):
+            cache.release()
+            cache.prefetch_all()
+            if changed == "cut":
+                for one in (cache, reference):
+                    one.crop(-40)
+            ids = prompt(45, seed=turn)
+            assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
+            cache.prefetch_all()
+
+
 @pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 7}])
 def test_generation_that_looks_ahead_under_a_small_budget(
     option: dict[str, Any], kv_directory: Path, model: PreTrainedModel, prompt: Prompt

@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedModel
 from kvfs.torch import HotPool, KVFSCache
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout
+from kvfs.torch.slab import Rows
 from kvfs.torch.source import Segment, opened
 from kvfs.torch.transfer import DeviceMover, HostMover, Mover, Part
 
@@ -57,7 +58,7 @@ def filled(see: See, mover: Mover, layout: RowLayout, at: int, rows: memoryview)
     memory.zero_()
     seen = see(memory, layout)
     for piece in mover.staged(rows, layout):
-        seen.put_rows(at, piece)
+        seen.put_rows(at, np.frombuffer(piece, np.uint8) if isinstance(seen, Rows) else piece)
         at += len(piece) // layout.row_bytes
     mover.settle()
     return seen
