@@ -18,7 +18,7 @@ agents: setup ## Eight agents with a real model, hot memory for two, warm for fo
 	$(BIN)/python scripts/agents.py
 
 test: setup ## All tests but the long ones
-	$(BIN)/pytest -n auto --dist loadfile
+	$(BIN)/pytest -n logical --dist loadfile
 
 lint: setup ## Style, types, import direction
 	$(BIN)/ruff check .

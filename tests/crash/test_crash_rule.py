@@ -10,13 +10,17 @@ from tests.crash.machine import CrashMachine, DeferredCrashMachine
 
 _COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 SHORT = settings(max_examples=100, stateful_step_count=40, **_COMMON)  # type: ignore[arg-type]
+# Should it fail, there must be time to say by which history.
+SLOW = pytest.mark.timeout(900)
 LONG = settings(max_examples=1000, stateful_step_count=60, **_COMMON)  # type: ignore[arg-type]
 
 
+@SLOW
 def test_state_after_a_crash_is_a_prefix_that_contains_what_was_confirmed() -> None:
     run_state_machine_as_test(CrashMachine, settings=SHORT)
 
 
+@SLOW
 def test_state_after_a_crash_with_writes_in_flight_is_such_a_prefix() -> None:
     run_state_machine_as_test(DeferredCrashMachine, settings=SHORT)
 
