@@ -47,6 +47,7 @@ _BYTE_COUNTS = {
     "limit",
     "taken",
     "leased",
+    "spare",
     "hit_bytes",
     "evicted",
     "promoted",

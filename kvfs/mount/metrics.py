@@ -19,11 +19,11 @@ from kvfs.engine.latency import BOUNDS, Latencies
 
 _BYTES = {
     "total", "free", "available", "live", "segment_size", "unsaved", "payload_written",
-    "device_written", "carried", "reclaimed", "limit", "taken", "leased", "hit_bytes", "evicted",
-    "promoted", "taken_over",
+    "device_written", "carried", "reclaimed", "limit", "taken", "leased", "spare", "hit_bytes",
+    "evicted", "promoted", "taken_over",
 }  # fmt: skip
 
-_WARM_NOW = {"limit", "taken", "leased"}
+_WARM_NOW = {"limit", "taken", "leased", "spare"}
 
 _HELP = {
     "total": "What the ring can hold",
@@ -50,6 +50,7 @@ _HELP = {
     "limit": "The most that the warm tier may take of the tmpfs",
     "taken": "What the warm tier takes of the tmpfs",
     "leased": "What of the warm tier clients may have mapped",
+    "spare": "What waits in the tmpfs to be taken by the warm tier",
     "hits": "Extents read from warm memory",
     "hit_bytes": "What was read from warm memory",
     "evicted_files": "Warm files given up",

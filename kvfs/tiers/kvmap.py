@@ -2,7 +2,8 @@
 
 A file only grows while it lives: what is overwritten lies elsewhere in it from then on. So
 bytes that were shown to somebody never change, also not for who maps the file, and it is
-given up whole. Its format is in engine/format.py.
+given up whole. Its memory may be that of a file before it (spares.py). Its format is in
+engine/format.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvfs.engine.format import (
     round_up,
 )
 from kvfs.engine.io import Completion
-from kvfs.tiers.mapping import map_shared
+from kvfs.tiers.mapping import make_span, map_shared, watch
 
 _SPAN_MIN = 256 * 1024
 _SPAN_MAX = 16 * 1024 * 1024
@@ -54,12 +55,20 @@ class _Segment:
     end: int
 
 
-@dataclass(slots=True)
-class _Coming:
-    """A part of the file that a thread is making ready."""
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A part of the file; `fresh` is what the file takes more for it, in bytes."""
 
     base: int
     length: int
+    fresh: int
+
+
+@dataclass(slots=True)
+class _Coming:
+    """One that a thread is making ready."""
+
+    span: _Span
     region: Completion[memoryview]
 
 
@@ -67,7 +76,8 @@ class _Coming:
 class Kvmap:
     """`taken` is what it takes of the tmpfs, in bytes; `last_sequence` the last operation
     whose data is here; `extents` are those whose bytes can be found here. `users` are who
-    fills memory that was placed, and the files that somebody else may have mapped."""
+    fills memory that was placed, and the files that somebody else may have mapped. Who was
+    told of it, `was_shown`, may look at its memory for ever."""
 
     path: Path
     header: KvmapHeader
@@ -76,6 +86,7 @@ class Kvmap:
     extents: set[int] = field(default_factory=set)
     users: int = 0
     leases: int = 0
+    was_shown: bool = False
     _layout: KvmapLayout = field(default_factory=KvmapLayout)
     _in_table: int = 0
     _end: int = 0
@@ -93,15 +104,32 @@ class Kvmap:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         kvmap = cls(path, header)
-        try:
-            kvmap.grow(SIZE_MIN)
-        except OSError:
-            path.unlink()
-            raise
-        kvmap._free = KVMAP_DATA_START
-        kvmap.regions[0][: KvmapHeader.SIZE] = header.pack()
-        kvmap._write_layout(KvmapLayout())
+        kvmap._begin_file()
         return kvmap
+
+    @classmethod
+    def reuse(cls, spare: Path, size: int, path: Path, header: KvmapHeader) -> Kvmap:
+        """One in the memory of a spare of `size` bytes. Raises OSError, with nothing left
+        behind."""
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            spare.rename(path)
+        except OSError:
+            spare.unlink(missing_ok=True)
+            raise
+        kvmap = cls(path, header, taken=size)
+        kvmap._begin_file()
+        return kvmap
+
+    def _begin_file(self) -> None:
+        try:
+            self.grow(SIZE_MIN)
+        except OSError:
+            self.path.unlink()
+            raise
+        self._free = KVMAP_DATA_START
+        self.regions[0][: KvmapHeader.SIZE] = self.header.pack()
+        self._write_layout(KvmapLayout())
 
     @classmethod
     def load(cls, path: Path, uuid: bytes, token: bytes) -> Kvmap:
@@ -114,7 +142,8 @@ class Kvmap:
         header = KvmapHeader.unpack(region)
         if (header.uuid, header.token) != (uuid, token):
             raise FormatError("of another mount")
-        kvmap = cls(path, header, taken=size)
+        # The earlier process may have told others of it.
+        kvmap = cls(path, header, taken=size, was_shown=True)
         kvmap._add(region, 0)
         kvmap._free = kvmap._end = size
         with suppress(FormatError):
@@ -165,33 +194,67 @@ class Kvmap:
 
     def growth(self, size: int) -> int:
         """What it takes more of the tmpfs when it grows by `size` bytes."""
+        return max(0, self._end_after(size) - max(self.taken, self._end))
+
+    def _end_after(self, size: int) -> int:
         end = self._end + max(size, _SPAN_MIN)
-        return round_up(end, _LARGE_PAGE if size > _LARGE_PAGE else KVMAP_SEGMENT_ALIGN) - self._end
+        return round_up(end, _LARGE_PAGE if size > _LARGE_PAGE else KVMAP_SEGMENT_ALIGN)
 
     @property
     def next_span(self) -> int:
         """By how much it should grow next, in bytes."""
-        return min(max(self.taken // 2, _SPAN_MIN), _SPAN_MAX)
+        span = min(max(self.taken // 2, _SPAN_MIN), _SPAN_MAX)
+        return min(span, self.tail) if self.tail else span
+
+    @property
+    def tail(self) -> int:
+        """Memory of the spare that it was made from which it did not grow into, in bytes."""
+        return max(0, self.taken - self._end)
+
+    @property
+    def used(self) -> int:
+        """Where it is filled up to."""
+        return self._end - self.room
+
+    def cut_tail(self, size_max: int) -> None:
+        """Give at most so many bytes of it back, in large pages. Raises OSError."""
+        size = max(round_up(self._end, _LARGE_PAGE), self.taken - size_max)
+        if size < self.taken:
+            os.truncate(self.path, size)
+            self.taken = size
+
+    def let_go(self) -> bool:
+        """Of its memory. Whether nobody else looks at it."""
+        views = [watch(region) for region in self._regions]
+        self._open.clear()
+        self._coming = None
+        self._regions.clear()
+        return all(view() is None for view in views)
+
+    @property
+    def is_being_made(self) -> bool:
+        """Whether a thread makes more of it."""
+        return self._coming is not None and not self._coming.region.done
 
     def grow(self, size: int) -> None:
         """At once, so that `size` bytes can be placed. Raises OSError."""
         if self.begin_prepared() and self.room >= size:
             return
-        base, length = self._reserve(size)
+        span = self._reserve(size)
         try:
-            region = _make_span(self.path, base, length)
+            region = make_span(self.path, span.base, span.length)
         except OSError:
-            self.taken -= length
+            self.taken -= span.fresh
             raise
-        self._begin(region, base)
+        self._begin(region, span.base)
 
     def prepare(self, size: int, submit: Submit) -> Completion[memoryview]:
         """Have the next part, with room for `size` bytes, made ready by a thread: fresh memory
         costs more than the copy into it. What is done by then counts when it grows."""
         if self._coming is None:
-            base, length = self._reserve(size)
-            span = submit(partial(_make_span, self.path, base, length))
-            self._coming = _Coming(base, length, span)
+            span = self._reserve(size)
+            region = submit(partial(make_span, self.path, span.base, span.length))
+            self._coming = _Coming(span, region)
         return self._coming.region
 
     def begin_prepared(self) -> bool:
@@ -201,9 +264,9 @@ class Kvmap:
             return False
         self._coming = None
         if coming.region.error is not None:
-            self.taken -= coming.length
+            self.taken -= coming.span.fresh
             return False
-        self._begin(coming.region.result(), coming.base)
+        self._begin(coming.region.result(), coming.span.base)
         return True
 
     @property
@@ -256,6 +319,9 @@ class Kvmap:
             at = self._bases[id(self._regions[-1])] + self._free
             self._free += _TABLE_SIZE
             self._in_table = 0
+            table = self.at(at, _TABLE_SIZE)
+            assert table is not None
+            table.data[:] = bytes(_TABLE_SIZE)  # the entries of a file before it are whole
             self._write_layout(replace(layout, tables=(*layout.tables, at)))
         place = self.at(at, KVMAP_ENTRY_SIZE)
         assert place is not None
@@ -275,12 +341,12 @@ class Kvmap:
 
     # -- details
 
-    def _reserve(self, size: int) -> tuple[int, int]:
-        """The next part of the file, for `size` bytes: where it begins, and its length."""
-        base, length = self._end, self.growth(size)
-        self._end += length
-        self.taken += length
-        return base, length
+    def _reserve(self, size: int) -> _Span:
+        """The next part of the file, for `size` bytes."""
+        base, fresh = self._end, self.growth(size)
+        self._end = self._end_after(size)
+        self.taken += fresh
+        return _Span(base, self._end - base, fresh)
 
     def _begin(self, region: memoryview, base: int) -> None:
         self._add(region, base)
@@ -318,13 +384,3 @@ class Kvmap:
 def alignment(unit: int) -> int:
     """Of segments: files of a pool may be many and small."""
     return KVMAP_SEGMENT_ALIGN if unit else BLOCK
-
-
-def _make_span(path: Path, base: int, length: int) -> memoryview:
-    """Space is taken before it is mapped: a full tmpfs is an errno, never SIGBUS."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.posix_fallocate(fd, base, length)
-    finally:
-        os.close(fd)
-    return map_shared(path, base, length, populate=True)

@@ -44,3 +44,19 @@ def map_shared(path: Path, offset: int, length: int, *, populate: bool = False) 
     memory = np.frombuffer(mapped, np.uint8)
     weakref.finalize(memory, _libc.munmap, address, length).atexit = False
     return memory.data
+
+
+def make_span(path: Path, base: int, length: int) -> memoryview:
+    """The same, with its memory made and its pages mapped. Space is taken before it is mapped:
+    a full tmpfs is an errno, never SIGBUS."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, base, length)
+    finally:
+        os.close(fd)
+    return map_shared(path, base, length, populate=True)
+
+
+def watch(view: memoryview) -> weakref.ref[object]:
+    """Dead when nobody looks at a mapping any longer."""
+    return weakref.ref(view.obj)

@@ -3,7 +3,8 @@
 What is written lands in a warm file of its session (kvmap.py) and is answered once the
 operation log (oplog.py) refers to it. When it is in the ring it stays here, clean, to be
 read, until a file of data that nobody used for longer has to go. A file that nobody wrote
-to since what it holds came into the ring is clean, and is given up whole.
+to since what it holds came into the ring is clean, and is given up whole. Its memory waits
+for what is written next (spares.py).
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from kvfs.engine.format import (
     KvmapHeader,
     checksum,
 )
-from kvfs.engine.io import Executor, Step
+from kvfs.engine.io import Completion, Executor, Step
 from kvfs.engine.policy import Policy
 from kvfs.tiers.kvmap import SIZE_MIN, Kvmap, alignment
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
 from kvfs.tiers.policy import LRU
 from kvfs.tiers.shards import Shards
+from kvfs.tiers.spares import UNIT, Spare, Spares, set_aside
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,6 +55,10 @@ _NAMED = 64  # victims that are asked for at once
 _SHOWN_SECONDS = 10  # so long at most does it take to copy what was shown
 _SHOWN_MAX = 65_536
 _NAMES_MAX = 65_536  # sessions whose plain name is known to have been used
+_STOCK_FILL_PCT = 50  # above it no memory is made ready for what may come
+_GROWING_SECONDS = 10.0  # who wrote nothing for so long is not expected to write more
+_TAIL_CUT_MAX = 16 * 1024 * 1024  # at once: to give these pages back takes some 2 ms
+_TOUCHED_SPAN = 4 * 1024 * 1024  # to map it takes less than 1 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +88,12 @@ class WarmCounters:
 @dataclass(frozen=True, slots=True)
 class WarmUsage:
     """Of the tmpfs, in bytes: the most that may be taken, what is, and what others may have
-    mapped of that."""
+    mapped of that. `spare` is memory beside that which waits for what is written next."""
 
     limit: int
     taken: int
     leased: int
+    spare: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +117,33 @@ class MapSegment:
 
 @dataclass(slots=True)
 class _Removal:
-    """Runs in a thread, and has the last word of the file's memory."""
+    """Runs in a thread, and has the last word of the file's memory: whether it is that spare
+    now."""
 
     kvmap: Kvmap | None
+    spare: Spare | None
 
-    def __call__(self) -> None:
+    def __call__(self) -> bool:
         kvmap, self.kvmap = self.kvmap, None
         assert kvmap is not None
-        kvmap.path.unlink(missing_ok=True)
+        path = kvmap.path
+        is_kept = self.spare is not None and kvmap.let_go() and set_aside(path, self.spare)
+        if not is_kept:
+            path.unlink(missing_ok=True)
         with suppress(OSError):
-            kvmap.path.parent.rmdir()
-        kvmap.regions.clear()
+            path.parent.rmdir()
+        kvmap.let_go()
+        return is_kept
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A file with memory that it did not grow into yet; up to where it was filled, and since
+    when."""
+
+    kvmap: Kvmap
+    used: int
+    since: float
 
 
 @dataclass(slots=True)
@@ -139,6 +162,7 @@ class WarmTier:
     clock: Callable[[], float] = time.monotonic
     on_evicted: Callable[[int], None] = field(default=lambda unit: None)
     _log: OperationLog = field(init=False)
+    _spares: Spares = field(init=False)
     _uuid: bytes = b""
     _token: bytes = b""
     _released: int = -1
@@ -155,11 +179,14 @@ class WarmTier:
     _leases: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
     _leased: dict[int, Kvmap] = field(default_factory=dict)
     _shown: TTLCache[int, int] = field(init=False)  # bytes by the serial of a warm file
+    _growing: dict[int, _Growing] = field(default_factory=dict)
+    _taken_before: int = 0
 
     def __post_init__(self) -> None:
         self._shown = TTLCache(_SHOWN_MAX, _SHOWN_SECONDS, self.clock)
         idle = min(max(self.limit // (_IDLE_SHARE * CHUNK_SIZE), 1), _IDLE_MAX)
         self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve, idle)
+        self._spares = Spares(self.directory / "spare", self.limit, self.executor, self.clock)
 
     # -- kvfs.engine.buffer.Buffer
 
@@ -173,6 +200,7 @@ class WarmTier:
     def open(self, uuid: bytes, token: bytes, sequence: int) -> Iterator[BufferedOperation]:
         self._uuid, self._token = uuid, token
         self._released = sequence
+        self._spares.open()
         for path in self._paths():
             try:
                 self._take_over(Kvmap.load(path, uuid, token))
@@ -212,11 +240,10 @@ class WarmTier:
 
     def in_ring(self, extents: Iterable[InRing]) -> None:
         for new in extents:
-            kvmap = self._by_region.get(id(new.pieces[0].region))
-            where = {id(self._by_region.get(id(piece.region))) for piece in new.pieces}
-            if kvmap is not None and len(where) == 1:
+            found = self._in_one_file(new)
+            if found is not None:
                 tokens = (new.offset + new.extent.size) // max(new.row_size, 1)
-                self._hold(kvmap, new.ino, new.offset, new.extent, new.pieces, tokens)
+                self._hold(found[0], new.ino, new.offset, new.extent, found[1], tokens)
 
     def find(self, extent: Extent, *, is_use: bool) -> Sequence[Kept] | None:
         held = self._held.get(extent.extent_id)
@@ -232,23 +259,33 @@ class WarmTier:
 
     def forget(self, extents: Iterable[Extent]) -> None:
         for extent in extents:
-            held = self._held.pop(extent.extent_id, None)
-            if held is not None:
-                held.kvmap.extents.discard(extent.extent_id)
-                if not held.kvmap.extents and self._may_go(held.kvmap):
-                    self._evict(held.kvmap)
+            kvmap = self._let_go(extent)
+            if kvmap is not None and not kvmap.extents and self._may_go(kvmap):
+                self._evict(kvmap)
+
+    def _let_go(self, extent: Extent) -> Kvmap | None:
+        """The file that it was in: nobody must look at that who gives it up."""
+        held = self._held.pop(extent.extent_id, None)
+        if held is None:
+            return None
+        held.kvmap.extents.discard(extent.extent_id)
+        return held.kvmap
 
     def close(self, *, keep: bool) -> None:
         self._log.close(keep=keep)
         if keep:
+            self._spares.close()
             return
         # No thread may come to remove what leaves.
         for path in (*self._leaving, *(kvmap.path for kvmap in self._kvmaps.values())):
             path.unlink(missing_ok=True)
             with suppress(OSError):
                 path.parent.rmdir()
+        # Last: what a thread finds no longer cannot become one.
+        self._spares.close()
         self._kvmaps.clear()
         self._current.clear()
+        self._growing.clear()
         self._held.clear()
         self._by_region.clear()
         with suppress(OSError):
@@ -256,24 +293,28 @@ class WarmTier:
 
     def has_room(self, size: int) -> bool:
         """Whether the log has: it takes what finds no place in a warm file."""
-        self._log.limit = self.limit - self._taken
+        self._log.limit = self.limit - self._taken - self._spares.held
         if self._log.has_room(size):
             return True
         self._make_room(CHUNK_SIZE)
-        self._log.limit = self.limit - self._taken
+        self._log.limit = self.limit - self._taken - self._spares.held
         return self._log.has_room(size)
 
     # -- what is evicted
 
     def usage(self) -> WarmUsage:
-        return WarmUsage(self.limit, self._taken + self._log.taken, self.leased)
+        taken = self._taken + self._log.taken
+        return WarmUsage(self.limit, taken, self.leased, self._spares.held)
 
     def make_room(self, size: int) -> bool:
-        """Evict what is clean and was not used for the longest time, until so many bytes may
-        be taken, and what the log takes next. Whether they may."""
+        """Give up spares, then what is clean and was not used for the longest time, until so
+        many bytes may be taken, and what the log takes next. Whether they may."""
         return self._make_room(size + self._log.takes_next)
 
     def _make_room(self, size: int) -> bool:
+        if self._has_room(size):
+            return True
+        self._spares.give_back(self._lacking(size))
         if self._has_room(size):
             return True
         if self._all_dirty_since == self._released:
@@ -281,7 +322,7 @@ class WarmTier:
         named = chain.from_iterable(map(self._of_unit, self._victims(_NAMED)))
         for kvmap in chain(named, list(self._kvmaps.values())):
             if kvmap.header.serial in self._kvmaps and self._may_go(kvmap):
-                self._evict(kvmap)
+                self._evict(kvmap, may_wait=False)
                 if self._has_room(size):
                     return True
         if not any(map(self._is_clean, self._kvmaps.values())):
@@ -290,7 +331,7 @@ class WarmTier:
 
     @property
     def fill_pct(self) -> float:
-        """How much of the limit is taken."""
+        """How much of the limit is taken; spares make room for anything."""
         return 100 * (self._taken + self._log.taken) / self.limit
 
     def next_to_go(self, count: int) -> list[int]:
@@ -333,16 +374,17 @@ class WarmTier:
         kvmaps = {one.kvmap.header.serial: one.kvmap for one in held if one is not None}
         return sum(self._evict(kvmap) for kvmap in kvmaps.values() if self._may_go(kvmap))
 
-    def _evict(self, kvmap: Kvmap) -> int:
-        """Its memory is free once nobody looks at it any longer."""
+    def _evict(self, kvmap: Kvmap, *, may_wait: bool = True) -> int:
+        """Its memory is free, or waits for its next use, once nobody looks at it any longer."""
+        self._growing.pop(kvmap.header.serial, None)
         del self._kvmaps[kvmap.header.serial]
         if self._current.get(kvmap.header.unit) is kvmap:
             del self._current[kvmap.header.unit]
         for extent_id in kvmap.extents:
             if self._held[extent_id].kvmap is kvmap:
                 del self._held[extent_id]
-        for region in kvmap.regions:
-            del self._by_region[id(region)]
+        for region in map(id, kvmap.regions):
+            del self._by_region[region]
         of_unit = self._by_unit[kvmap.header.unit]
         del of_unit[kvmap.header.serial]
         if not of_unit:
@@ -355,9 +397,58 @@ class WarmTier:
         self.on_evicted(kvmap.header.unit)
         # To give pages back takes longer than a request may wait.
         self._leaving.add(kvmap.path)
-        removal = self.executor.submit(_Removal(kvmap))
-        removal.when_done(partial(self._leaving.discard, kvmap.path))
+        # What others were told of must not show them what comes there next.
+        may_wait = may_wait and not kvmap.was_shown and not kvmap.is_being_made
+        spare = self._spares.expect(kvmap.taken) if may_wait else None
+        removal = self.executor.submit(_Removal(kvmap, spare))
+        removal.when_done(partial(self._removed, kvmap.path, spare, removal))
         return kvmap.taken
+
+    def _removed(self, path: Path, spare: Spare | None, removal: Completion[bool]) -> None:
+        self._leaving.discard(path)
+        if spare is not None:
+            self._spares.came(spare, is_there=removal.error is None and removal.result())
+
+    # -- memory that waits
+
+    def tick(self) -> None:
+        """Call about once a second."""
+        self._cut_tails()
+        self._spares.give_back_idle()
+        is_quiet = self._taken <= self._taken_before
+        self._taken_before = self._taken
+        if is_quiet:
+            self._stock()
+
+    def _stock(self) -> None:
+        """Have memory made ready, one file after the other, while nobody takes any."""
+        size = self._spares.lacks
+        is_quiet = self._taken <= self._taken_before
+        if not size or not is_quiet or not self._uuid or self.fill_pct > _STOCK_FILL_PCT:
+            return
+        try:
+            if not self._has_room(size + self._log.takes_next):
+                return
+            coming = self._spares.stock(size)
+        except OSError as failure:
+            log.debug("no memory is made ready: %s", failure)
+            return
+        if coming is not None:
+            coming.when_done(lambda: self._stock() if coming.result() else None)
+
+    def _cut_tails(self) -> None:
+        """Who does not write on keeps no memory for what would come."""
+        now = self.clock()
+        for one in list(self._growing.values()):
+            kvmap = one.kvmap
+            if kvmap.used != one.used:
+                one.used, one.since = kvmap.used, now
+            is_current = self._current.get(kvmap.header.unit) is kvmap
+            if not is_current or now - one.since >= _GROWING_SECONDS:
+                with suppress(OSError):
+                    self._changing(kvmap, partial(kvmap.cut_tail, _TAIL_CUT_MAX))
+            if kvmap.tail < UNIT:
+                del self._growing[kvmap.header.serial]
 
     # -- what is brought in from the ring
 
@@ -365,11 +456,11 @@ class WarmTier:
         """Have memory for so many bytes of a session made ready at once, in a thread: in large
         pages, where there are any."""
         size = min(size, self._file_max(unit))
-        kvmap = self._current.get(unit)
-        if kvmap is None or self._is_full(kvmap, size):
-            kvmap = self._with_room(None, unit, 0)
+        kvmap = self._file_for(self._current.get(unit), unit, size)
         if kvmap is None or kvmap.room >= size:
             return
+        if kvmap.tail:
+            size = min(size, kvmap.tail)
         with kvmap.in_use():
             if not self.make_room(kvmap.growth(size)):
                 return
@@ -382,9 +473,8 @@ class WarmTier:
         """Block-aligned memory for so many bytes of a file, to be filled, in a warm file that
         stays until `filled`. None when there is no room for it."""
         place = replace(place, offset=place.offset // BLOCK * BLOCK)
-        kvmap = self._current.get(place.unit)
-        if kvmap is None or self._is_full(kvmap, size):
-            kvmap = self._with_room(None, place.unit, 0)
+        needed = size + 2 * alignment(place.unit)
+        kvmap = self._file_for(self._current.get(place.unit), place.unit, needed)
         if kvmap is None:
             return None
         kvmap.users += 1
@@ -434,6 +524,7 @@ class WarmTier:
             kvmap = self._by_region.get(id(part.region))
             if kvmap is None:
                 return None
+            kvmap.was_shown = True
             offset = kvmap.offset_of(part)
             last = segments[-1] if segments else None
             if last and last.path == kvmap.path and last.offset + last.length == offset:
@@ -514,24 +605,66 @@ class WarmTier:
 
     def _with_room(self, kvmap: Kvmap | None, unit: int, length: int) -> Kvmap | None:
         needed = length + 2 * alignment(unit)
+        kvmap = self._file_for(kvmap, unit, needed)
+        if kvmap is None or kvmap.room >= needed:
+            return kvmap
+        if kvmap.tail:
+            needed = max(needed, min(kvmap.next_span, _TOUCHED_SPAN))
+        with kvmap.in_use():
+            if not self.make_room(kvmap.growth(needed)):
+                return None
         try:
-            if kvmap is None or self._is_full(kvmap, needed):
-                if not self.make_room(SIZE_MIN):
-                    return None
-                kvmap = self._create(unit)
-            if kvmap.room < needed:
-                with kvmap.in_use():
-                    if not self.make_room(kvmap.growth(needed)):
-                        return None
-                self._changing(kvmap, partial(kvmap.grow, needed))
+            self._changing(kvmap, partial(kvmap.grow, needed))
         except OSError as failure:
             log.debug("no room in the warm tier: %s", failure)
             return None
         return kvmap
 
+    def _file_for(self, kvmap: Kvmap | None, unit: int, size: int) -> Kvmap | None:
+        """The file of a session that so many bytes go to: the one that it has, if there is
+        one that may grow so far, or the next one."""
+        if kvmap is not None and kvmap.room >= size:
+            return kvmap
+        try:
+            reused = self._reuse(unit, size) if self._wants_spare(kvmap, unit, size) else None
+            if reused is not None:
+                return reused
+            if kvmap is not None and not self._is_full(kvmap, size):
+                return kvmap
+            return self._create(unit) if self.make_room(SIZE_MIN) else None
+        except OSError as failure:
+            log.debug("no room in the warm tier: %s", failure)
+            return None
+
+    def _wants_spare(self, kvmap: Kvmap | None, unit: int, size: int) -> bool:
+        """Whether a session is so large that it should have touched memory, if there is any,
+        rather than fresh."""
+        if not self._spares.has(self._file_max(unit)):
+            return False
+        if kvmap is None:
+            return size >= UNIT
+        is_large = max(size, kvmap.taken // 2) >= UNIT
+        return is_large and not kvmap.is_prepared and kvmap.growth(size) > 0
+
+    def _reuse(self, unit: int, size: int) -> Kvmap | None:
+        """The next file of a session, in touched memory. Raises OSError."""
+        # The log's next chunk comes first.
+        self._spares.give_back(self._lacking(self._log.takes_next))
+        if not self._has_room(self._log.takes_next):
+            return None
+        spare = self._spares.take(size + SIZE_MIN, self._file_max(unit))
+        if spare is None:
+            return None
+        header = self._next_header(unit)
+        path = self._path(unit, header.serial)
+        kvmap = self._begin(Kvmap.reuse(spare.path, spare.size, path, header))
+        self._growing[header.serial] = _Growing(kvmap, kvmap.used, self.clock())
+        return kvmap
+
     def _prepare(self, kvmap: Kvmap, size: int) -> None:
         """What was just placed in it is not counted as dirty yet: it must not go itself."""
-        if self._is_full(kvmap, size):
+        unit = kvmap.header.unit
+        if self._is_full(kvmap, size) or self._wants_spare(kvmap, unit, size):
             return
         with kvmap.in_use():
             if self.make_room(kvmap.growth(size)):
@@ -548,11 +681,16 @@ class WarmTier:
                 self._by_region[id(region)] = kvmap
 
     def _create(self, unit: int) -> Kvmap:
+        header = self._next_header(unit)
+        return self._begin(Kvmap.create(self._path(unit, header.serial), header))
+
+    def _next_header(self, unit: int) -> KvmapHeader:
         self._serial += 1
-        header = KvmapHeader(self._uuid, self._token, self._serial, unit, time.time_ns())
-        kvmap = Kvmap.create(self._path(unit, self._serial), header)
+        return KvmapHeader(self._uuid, self._token, self._serial, unit, time.time_ns())
+
+    def _begin(self, kvmap: Kvmap) -> Kvmap:
         self._add(kvmap)
-        self._current[unit] = kvmap
+        self._current[kvmap.header.unit] = kvmap
         return kvmap
 
     def _add(self, kvmap: Kvmap) -> None:
@@ -587,7 +725,8 @@ class WarmTier:
         growth = kvmap.growth(size)
         if kvmap.leases and self.leased + growth > self.limit // 2:
             return True
-        return kvmap.taken + size > self._file_max(kvmap.header.unit)
+        end = kvmap.taken - kvmap.tail + size
+        return growth > 0 and end > self._file_max(kvmap.header.unit)
 
     def _take_over(self, kvmap: Kvmap) -> None:
         self._serial = max(self._serial, kvmap.header.serial)
@@ -613,6 +752,25 @@ class WarmTier:
         kvmap.last_sequence = max(kvmap.last_sequence, sequence)
         return Kept(kept.region, kept.start, kept.end, reference.digest)
 
+    def _in_one_file(self, new: InRing) -> tuple[Kvmap, list[Kept]] | None:
+        """A warm file and the pieces of an extent in it: put together in the last of its files
+        when it was written to several."""
+        kvmaps = [self._by_region.get(id(piece.region)) for piece in new.pieces]
+        last = kvmaps[-1]
+        if last is None or None in kvmaps:
+            return None
+        if all(kvmap is last for kvmap in kvmaps):
+            return last, new.pieces
+        place = Place(last.header.unit, new.ino, new.offset)
+        whole = last.place(place, sum(map(len, new.pieces)))
+        if whole is None:
+            return None
+        at = 0
+        for piece in new.pieces:
+            copy(piece.data, whole.data[at : at + len(piece)])
+            at += len(piece)
+        return last, [whole]
+
     def _hold(
         self,
         kvmap: Kvmap,
@@ -636,6 +794,7 @@ class WarmTier:
             old.kvmap.extents.discard(extent.extent_id)
         self._held[extent.extent_id] = _Held(kvmap, tuple(pieces), extent.checksum)
         kvmap.extents.add(extent.extent_id)
+        self._spares.give_back(self._excess)  # nobody asked whether there is room for a table
 
     def _is_good(self, extent: Extent, held: _Held) -> bool:
         """What an earlier process left is looked at before it is believed."""
@@ -656,8 +815,18 @@ class WarmTier:
         return not kvmap.users and self._is_clean(kvmap)
 
     def _has_room(self, size: int) -> bool:
-        if self._taken + self._log.taken + size > self.limit:
-            return False
+        return self._lacking(size) <= 0
+
+    def _lacking(self, size: int) -> int:
+        """How many bytes have to be given up before so many may be taken."""
+        lacking = self._excess + size
+        if lacking > 0:
+            return lacking
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = os.statvfs(self.directory)
-        return status.f_bavail * status.f_frsize >= size
+        return size - status.f_bavail * status.f_frsize
+
+    @property
+    def _excess(self) -> int:
+        """How much more is taken than may be, in bytes; negative when it is less."""
+        return self._taken + self._log.taken + self._spares.held - self.limit

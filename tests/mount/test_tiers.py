@@ -194,6 +194,23 @@ def test_what_is_removed_gives_its_memory_back(kv_mount: Path) -> None:
     wait_until(lambda: taken() < before + 9 * MIB)  # the operation log has a chunk
 
 
+def test_memory_of_a_session_that_went_down_is_used_again(kv_mount: Path) -> None:
+    def warm(what: str) -> int:
+        stats: dict[str, Any] = json.loads((kv_mount / ".kvfs" / "stats.json").read_text())
+        return int(stats["warm"][what])
+
+    first = make_session(kv_mount, layers=8, size=MIB)
+    demote(first)
+    wait_until(lambda: warm("spare") >= 4 * MIB)
+    spare = warm("spare")
+    second = make_session(kv_mount, "other", layers=8, size=MIB)
+    assert warm("spare") < spare
+    for session in (first, second):
+        for number in range(8):
+            found = read_past_the_page_cache(session / f"layer.{number:03d}")
+            assert found == content(session.name, number, MIB)
+
+
 def test_what_is_used_more_is_hotter(kv_mount: Path) -> None:
     def heat(path: Path) -> float:
         return float(os.getxattr(path, "user.kvfs.heat"))
@@ -387,7 +404,7 @@ def test_what_a_directory_shows_may_go_and_stays_as_it_was_for_who_mapped_it(
             parts.append(memoryview(view)[skip:])
     demote(session)
     assert tier(session) == "cold"
-    assert not any(os.path.exists(one["path"]) for one in segments)
+    wait_until(lambda: not any(os.path.exists(one["path"]) for one in segments))
     for number in range(4):
         make_session(kv_mount, f"other{number}")
     assert b"".join(parts) == content("agent", 3)

@@ -235,8 +235,8 @@ def test_memory_for_large_writes_is_made_ready_by_threads(
 ) -> None:
     """Also behind small ones, for which less was made ready. The loop is held by the first."""
     made = []
-    make_span = kvmap._make_span
-    monkeypatch.setattr(kvmap, "_make_span", lambda *span: made.append(span) or make_span(*span))
+    make_span = kvmap.make_span
+    monkeypatch.setattr(kvmap, "make_span", lambda *span: made.append(span) or make_span(*span))
     prepare = Kvmap.prepare
     prepared = []
     monkeypatch.setattr(Kvmap, "prepare", lambda *its: prepared.append(its) or prepare(*its))
