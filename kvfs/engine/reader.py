@@ -18,10 +18,10 @@ from itertools import islice
 
 from kvfs.engine import codec
 from kvfs.engine.buffer import Buffer, Kept
-from kvfs.engine.buffers import BufferPool
+from kvfs.engine.buffers import BufferPool, is_aligned
 from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
-from kvfs.engine.format import BLOCK, EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
+from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
 from kvfs.engine.io import Completion, Executor, Urgency
 from kvfs.engine.latency import Latencies
 from kvfs.engine.ring import Ring
@@ -45,6 +45,21 @@ class Chunk:
     evicted: bool = False
     given_back: bool = False
     started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """An extent, and memory that is to have its decoded bytes at its start."""
+
+    extent: Extent
+    memory: memoryview
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its stored bytes are what is to lie there, and direct I/O can take it."""
+        extent, memory = self.extent, self.memory
+        is_raw = extent.codec == Codec.NONE and len(memory) == round_up(extent.stored)
+        return is_raw and is_aligned(memory)
 
 
 @dataclass(slots=True)
@@ -106,28 +121,36 @@ class ExtentReader:
         for group in neighbours(missing)[:chunks_max]:
             self._start(group)
 
-    def read_into(
-        self, extents: list[Extent], target: memoryview, urgency: Urgency
-    ) -> Completion[list[Extent]]:
-        """Have neighbours, as `neighbours` groups them, decoded one behind the other into
-        `target`, past what is kept here. It is block-aligned and takes whole blocks. The
-        result are those that are good."""
-        in_place = all(
-            extent.codec == Codec.NONE and extent.size % BLOCK == 0 for extent in extents[:-1]
-        ) and (extents[-1].codec == Codec.NONE)
-        scratch = target if in_place else self._buffer_for(extents)
-        address = extents[0].address
+    def read_into(self, targets: list[Target], urgency: Urgency) -> Completion[list[Extent]]:
+        """Have neighbours, as `neighbours` groups them, read at once and decoded where each is
+        wanted, past what is kept here. The result are those that are good."""
+        scratch, buffers = self._read_where(targets)
+        address = targets[0].extent.address
         self._ring.pin(address)
-        work = _ReadInto(self._device, extents, scratch, target)
-        reading = self._executor.submit(work, urgency)
+        reading = self._executor.submit(_ReadInto(self._device, targets, buffers), urgency)
 
         def finished() -> None:
             self._ring.unpin(address)
-            if scratch is not target:
+            if scratch is not None:
                 self._give(scratch)
 
         reading.when_done(finished)
         return reading
+
+    def _read_where(self, targets: list[Target]) -> tuple[memoryview | None, list[memoryview]]:
+        """Memory for the stored bytes of each: its own, or a part of the scratch buffer."""
+        if all(target.is_in_place for target in targets):
+            return None, [target.memory for target in targets]
+        scratch = self._buffer_for([target.extent for target in targets])
+        buffers, used = [], 0
+        for target in targets:
+            if target.is_in_place:
+                buffers.append(target.memory)
+                continue
+            taken = round_up(target.extent.stored)
+            buffers.append(scratch[used : used + taken])
+            used += taken
+        return scratch, buffers
 
     def find(self, extent: Extent) -> Sequence[Kept] | None:
         """An extent's decoded bytes, in pieces; None when they are not here (yet). Raises
@@ -246,23 +269,24 @@ class _ReadChunk:
 
 @dataclass(frozen=True, slots=True)
 class _ReadInto:
-    """Runs in a thread. `into` receives the stored bytes: `target` itself when they are
-    what is to lie there."""
+    """Runs in a thread. `buffers` receive the stored bytes: the memory of a target itself
+    when they are what is to lie there."""
 
     device: Device
-    extents: list[Extent]
-    into: memoryview
-    target: memoryview
+    targets: list[Target]
+    buffers: list[memoryview]
 
     def __call__(self) -> list[Extent]:
-        good = []
-        at = 0
-        for extent, _, stored in _stored(self.device, self.extents, self.into):
-            out = self.target[at : at + extent.size]
-            at += extent.size
-            if stored is not None and (self.into is self.target or _decoded(extent, stored, out)):
-                good.append(extent)
-        return good
+        self.device.read(self.targets[0].extent.address, self.buffers)
+        arrived = zip(self.targets, self.buffers, strict=True)
+        return [target.extent for target, buffer in arrived if self._is_good(target, buffer)]
+
+    def _is_good(self, target: Target, buffer: memoryview) -> bool:
+        extent = target.extent
+        stored = buffer[: extent.stored]
+        if checksum(stored) != extent.checksum:
+            return False
+        return buffer is target.memory or _decoded(extent, stored, target.memory[: extent.size])
 
 
 def _stored(

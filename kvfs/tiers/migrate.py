@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-from kvfs.engine.buffer import Kept, Place, cut
+from kvfs.engine.buffer import Kept, cut
 from kvfs.engine.files import Part, Stored
-from kvfs.engine.format import EXTENT_SIZE_MAX, KVMAP_SEGMENT_ALIGN, Extent, round_up
-from kvfs.engine.io import Completion, Executor, Step, Urgency, settled, wait
+from kvfs.engine.format import EXTENT_SIZE_MAX, Extent
+from kvfs.engine.io import Completion, Executor, Step, Urgency, settled
 from kvfs.engine.latency import Latencies
-from kvfs.engine.reader import neighbours
 from kvfs.engine.store import Store
-from kvfs.tiers.warm import Filling, MapSegment, WarmTier
+from kvfs.tiers.promotion import Promotion, Stretch, Underway, windows
+from kvfs.tiers.warm import MapSegment, WarmTier
 
 log = logging.getLogger(__name__)
 
-_READS_IN_FLIGHT = 8
 _REWRITE_WINDOW = 32 * 1024 * 1024
 # A file in more than so many times the extents that it needs is worth writing anew.
 _FRAGMENTED = 2
@@ -46,24 +44,6 @@ class Mapped:
 
 
 @dataclass(slots=True)
-class _Reading:
-    """A part of a file on its way up."""
-
-    filling: Filling
-    extents: dict[int, Extent]  # by their offset in the file
-    good: Completion[list[Extent]]
-
-
-@dataclass(slots=True)
-class _Underway:
-    """The migration of a file, and the last reads that it began."""
-
-    urgency: Urgency
-    done: Completion[None] = field(default_factory=Completion)
-    reads: deque[Completion[Any]] = field(default_factory=lambda: deque(maxlen=_READS_IN_FLIGHT))
-
-
-@dataclass(slots=True)
 class Migration:
     """All methods are steps of the loop; two migrations of one file wait for each other.
     Above `fill_pct_max` of the warm tier `group` sessions go down at once; `latencies` is how
@@ -75,7 +55,8 @@ class Migration:
     fill_pct_max: int = 85
     group: int = 10
     latencies: Latencies = field(default_factory=Latencies)
-    _migrating: dict[int, _Underway] = field(default_factory=dict)
+    _migrating: dict[int, Underway] = field(default_factory=dict)
+    _coming: dict[int, Stretch] = field(default_factory=dict)
     _prefetching: set[int] = field(default_factory=set)
     _looked_at: int = 0
 
@@ -84,37 +65,21 @@ class Migration:
     def promote(self, ino: int, urgency: Urgency = Urgency.DEMAND) -> Step[bool]:
         """Bring a file, or all files below a directory, into the warm tier. Whether all of
         it is there now. Raises OSError when the device fails, ENOENT."""
-        if (yield from self.store.node(ino)).is_directory:
-            return (yield from self._promote_tree(ino, urgency))
-        mine = _Underway(urgency)
-        return (yield from self._alone(ino, mine, self._promote_file(ino, mine)))
+        promotion = Promotion(self.store, self.warm, self.executor, self._coming, urgency)
+        for window in windows((yield from self._sizes((yield from self._files(ino))))):
+            taken = yield from self._take([part.ino for part in window], promotion)
+            yield from promotion.bring_in(list(zip(window, taken, strict=True)))
+        yield from promotion.finish()
+        return promotion.is_complete
 
-    def _promote_tree(self, directory: int, urgency: Urgency) -> Step[bool]:
-        complete = True
-        files = yield from self._files(directory)
-        yield from self._make_ready(directory, files)
+    def _sizes(self, files: list[int]) -> Step[list[tuple[int, int]]]:
+        """Of those that are still there."""
+        found = []
         for ino in files:
-            try:
-                complete &= yield from self.promote(ino, urgency)
-            except FileNotFoundError:
-                continue  # it was removed meanwhile
-        return complete
-
-    def _make_ready(self, session: int, files: list[int]) -> Step[None]:
-        """Memory for the files of a session of which nothing is here."""
-        size = 0
-        try:
-            if not files or (yield from self.store.units.session_of(files[0])) != session:
-                return
-            yield from self.store.load(files)
-            for ino in files:
-                if (yield from self.tier(ino)) == "cold":
-                    length = (yield from self.store.node(ino)).inode.size
-                    size += round_up(length, KVMAP_SEGMENT_ALIGN)
-        except FileNotFoundError:
-            return  # one was removed meanwhile
-        if size:
-            yield from self.warm.make_ready(session, size)
+            with suppress(FileNotFoundError):
+                found.append((ino, (yield from self.store.node(ino)).inode.size))
+            yield from self._let_others_go_on()
+        return found
 
     def prefetch(self, ino: int) -> None:
         """Begin to bring it in, unless too much else is on its way."""
@@ -129,66 +94,6 @@ class Migration:
             log.debug("inode %d is not brought in: %s", ino, failure)
         finally:
             self._prefetching.discard(ino)
-
-    def _promote_file(self, ino: int, mine: _Underway) -> Step[bool]:
-        size = (yield from self.store.node(ino)).inode.size
-        parts = yield from self.store.parts(ino, 0, size)
-        unit = yield from self.store.units.session_of(ino)
-        reading: deque[_Reading] = deque()
-        complete = True
-        try:
-            for group in self._missing(parts):
-                extents = list(group.values())
-                first = Place(unit, ino, next(iter(group)))
-                filling = yield from self.warm.reserve(
-                    first, round_up(sum(extent.size for extent in extents))
-                )
-                if filling is None:
-                    return False
-                good = self.store.reader.read_into(extents, filling.kept.data, mine.urgency)
-                mine.reads.append(good)
-                reading.append(_Reading(filling, group, good))
-                if len(reading) == _READS_IN_FLIGHT:
-                    complete &= yield from self._finish(reading.popleft())
-            while reading:
-                complete &= yield from self._finish(reading.popleft())
-        finally:
-            for left in reading:
-                left.good.when_done(partial(self._publish, left))
-        return complete
-
-    def _missing(self, parts: list[Part]) -> Iterable[dict[int, Extent]]:
-        """What is in the ring alone, by the offset in the file: groups whose extents lie side
-        by side."""
-        offsets: dict[int, int] = {}
-        wanted: list[Extent] = []
-        at = 0
-        for part in parts:
-            if isinstance(part, Stored) and part.extent.extent_id not in offsets:
-                offsets[part.extent.extent_id] = at - part.skew
-                if self.store.reader.warm(part.extent) is None:
-                    wanted.append(part.extent)
-            at += len(part) if isinstance(part, Kept) else part.length
-        for group in neighbours(wanted):
-            yield {offsets[extent.extent_id]: extent for extent in group}
-
-    def _finish(self, reading: _Reading) -> Step[bool]:
-        try:
-            good = yield from wait(reading.good)
-        finally:
-            reading.good.when_done(partial(self._publish, reading))
-        return len(good) == len(reading.extents)
-
-    def _publish(self, reading: _Reading) -> None:
-        good = [] if reading.good.error is not None else reading.good.result()
-        whole = {extent.extent_id for extent in good}
-        at = 0
-        there = []
-        for offset, extent in reading.extents.items():
-            if extent.extent_id in whole:
-                there.append((offset, extent, at))
-            at += extent.size
-        self.warm.filled(reading.filling, there)
 
     # -- down
 
@@ -224,13 +129,16 @@ class Migration:
         try:
             for ino in (yield from self._entries(session)):
                 if not (yield from self.store.node(ino)).is_directory:
-                    mine = _Underway(Urgency.WRITE_BACK)
-                    yield from self._alone(ino, mine, self._pack_file(ino))
+                    (mine,) = yield from self._take([ino])
+                    try:
+                        yield from self._pack_file(ino)
+                    finally:
+                        mine.less()
         except OSError as failure:
             # It is in the ring as it is, in more parts.
             log.debug("session %d is not packed: %s", session, failure)
 
-    def _pack_file(self, ino: int) -> Step[bool]:
+    def _pack_file(self, ino: int) -> Step[None]:
         size = (yield from self.store.node(ino)).inode.size
         for start in range(0, size, _REWRITE_WINDOW):
             length = min(_REWRITE_WINDOW, size - start)
@@ -238,7 +146,6 @@ class Migration:
             needed = -(-length // EXTENT_SIZE_MAX)
             if len(parts) > _FRAGMENTED * needed:
                 yield from self.store.rewrite(ino, start, length)
-        return True
 
     # -- where it is
 
@@ -324,23 +231,27 @@ class Migration:
 
     # -- details
 
-    def _alone(self, ino: int, mine: _Underway, step: Step[bool]) -> Step[bool]:
-        while (other := self._migrating.get(ino)) is not None:
-            self._hasten(other, mine.urgency)
-            yield other.done
-        self._migrating[ino] = mine
-        try:
-            return (yield from step)
-        finally:
-            del self._migrating[ino]
-            mine.done.finish()
+    def _take(self, files: list[int], promotion: Promotion | None = None) -> Step[list[Underway]]:
+        """Have files for oneself: each until there is nothing left to do of it."""
+        while others := self._others(files, promotion):
+            for other in others:
+                if promotion is not None and other.promotion is not None:
+                    other.promotion.hasten(promotion.urgency)
+            yield others[0].done
+        return [self._taken(ino, promotion) for ino in files]
 
-    def _hasten(self, other: _Underway, urgency: Urgency) -> None:
-        """Who waits for a guess must not wait for all demand first."""
-        if urgency < other.urgency == Urgency.BACKGROUND:
-            other.urgency = urgency
-            for read in other.reads:
-                self.executor.hasten(read)
+    def _others(self, files: list[int], promotion: Promotion | None) -> list[Underway]:
+        underway = [self._migrating[ino] for ino in files if ino in self._migrating]
+        return [one for one in underway if promotion is None or one.promotion is not promotion]
+
+    def _taken(self, ino: int, promotion: Promotion | None) -> Underway:
+        mine = self._migrating.get(ino)
+        if mine is not None:
+            mine.more()
+            return mine
+        mine = self._migrating[ino] = Underway(promotion)
+        mine.done.when_done(partial(self._migrating.__delitem__, ino))
+        return mine
 
     def _entries(self, directory: int) -> Step[list[int]]:
         """In the order of their names, as they are read."""

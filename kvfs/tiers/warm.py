@@ -473,8 +473,13 @@ class WarmTier:
         """Block-aligned memory for so many bytes of a file, to be filled, in a warm file that
         stays until `filled`. None when there is no room for it."""
         place = replace(place, offset=place.offset // BLOCK * BLOCK)
+        kvmap = self._current.get(place.unit)
+        kept = None if kvmap is None else kvmap.place(place, size)
+        if kvmap is not None and kept is not None:
+            kvmap.users += 1
+            return Filling(kvmap, place, kept)
         needed = size + 2 * alignment(place.unit)
-        kvmap = self._file_for(self._current.get(place.unit), place.unit, needed)
+        kvmap = self._file_for(kvmap, place.unit, needed)
         if kvmap is None:
             return None
         kvmap.users += 1
