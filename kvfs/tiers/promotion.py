@@ -123,6 +123,7 @@ class Promotion:
     is_complete: bool = True
     _reads: deque[Completion[list[Extent]]] = field(default_factory=deque)
     _sharing: list[Underway] = field(default_factory=list)
+    _filled: set[int] = field(default_factory=set)
 
     def hasten(self, urgency: Urgency) -> None:
         """Who waits for a guess must not wait for all demand first."""
@@ -156,6 +157,8 @@ class Promotion:
         yield from self._finish(0)
         for file in self._sharing:
             yield from wait(file.done)
+        # A session that is too large drives out its own beginning.
+        self.is_complete &= all(map(self.warm.holds, self._filled))
 
     def _finish(self, left: int) -> Step[None]:
         """Until no more than so many reads are under way."""
@@ -229,11 +232,15 @@ class Promotion:
             self.warm.filled(stretch.filling, there)
         for one in stretch.wanted:
             del self.coming[one.extent.extent_id]
-        is_whole = len(stretch.good) == len(stretch.wanted)
         for promotion in stretch.promotions:
-            promotion.is_complete &= is_whole
+            promotion._published(stretch)
         for file in stretch.files:
             file.less()
+
+    def _published(self, stretch: Stretch) -> None:
+        self.is_complete &= len(stretch.good) == len(stretch.wanted)
+        if stretch.filling is not None:
+            self._filled.add(stretch.filling.kvmap.header.serial)
 
 
 def _target(wanted: _Wanted) -> Target:

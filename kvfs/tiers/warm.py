@@ -519,6 +519,10 @@ class WarmTier:
                 self._hold(filling.kvmap, filling.place.ino, offset, extent, [part], 0)
                 self.counters.promoted += extent.size
 
+    def holds(self, serial: int) -> bool:
+        """Whether the file of memory with this number was not given up."""
+        return serial in self._kvmaps
+
     # -- what others map
 
     def segments(self, parts: list[Kept]) -> list[MapSegment] | None:
