@@ -39,7 +39,7 @@ LAYER_SIZE = 290_000
 SIZE = SESSIONS * LAYERS * LAYER_SIZE
 BLKIO = Path("/sys/fs/cgroup/blkio")
 HELD_BACK = 50  # MB/s
-LOOKED_AGAIN_SECONDS = 0.004
+LOOKED_AGAIN_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +149,13 @@ def bring_up(sessions: list[Path]) -> tuple[float, list[dict[str, Any]]]:
     """Seconds until all of it is in memory, and where its layers lie there is known."""
     started = time.perf_counter()
     tell(sessions, "prefetch")
-    maps = []
+    maps: list[dict[str, Any]] = []
     for session in sessions:
-        while os.getxattr(session, "user.kvfs.tier") != b"warm":
+        os.getxattr(session / f"layer.{LAYERS - 1:03}", "user.kvfs.map")  # waits until it is there
+        while len(files := json.loads(os.getxattr(session, "user.kvfs.map"))["files"]) < LAYERS:
             time.sleep(LOOKED_AGAIN_SECONDS)
-        maps += json.loads(os.getxattr(session, "user.kvfs.map"))["files"].values()
-    took = time.perf_counter() - started
-    if len(maps) != SESSIONS * LAYERS:
-        raise SystemExit("not all layers can be mapped")
-    return took, maps
+        maps += files.values()
+    return time.perf_counter() - started, maps
 
 
 def tell(sessions: list[Path], what: str) -> None:

@@ -67,7 +67,8 @@ class Migration:
         it is there now. Raises OSError when the device fails, ENOENT."""
         promotion = Promotion(self.store, self.warm, self.executor, self._coming, urgency)
         for window in windows((yield from self._sizes((yield from self._files(ino))))):
-            taken = yield from self._take([part.ino for part in window], promotion)
+            files = [part.ino for part in window]
+            taken = yield from self._take(files, promotion.urgency, promotion)
             yield from promotion.bring_in(list(zip(window, taken, strict=True)))
         yield from promotion.finish()
         return promotion.is_complete
@@ -129,7 +130,7 @@ class Migration:
         try:
             for ino in (yield from self._entries(session)):
                 if not (yield from self.store.node(ino)).is_directory:
-                    (mine,) = yield from self._take([ino])
+                    (mine,) = yield from self._take([ino], Urgency.WRITE_BACK)
                     try:
                         yield from self._pack_file(ino)
                     finally:
@@ -231,12 +232,14 @@ class Migration:
 
     # -- details
 
-    def _take(self, files: list[int], promotion: Promotion | None = None) -> Step[list[Underway]]:
+    def _take(
+        self, files: list[int], urgency: Urgency, promotion: Promotion | None = None
+    ) -> Step[list[Underway]]:
         """Have files for oneself: each until there is nothing left to do of it."""
         while others := self._others(files, promotion):
             for other in others:
-                if promotion is not None and other.promotion is not None:
-                    other.promotion.hasten(promotion.urgency)
+                if other.promotion is not None:
+                    other.promotion.hasten(urgency)
             yield others[0].done
         return [self._taken(ino, promotion) for ino in files]
 
