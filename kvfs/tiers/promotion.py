@@ -236,6 +236,10 @@ class Promotion:
             promotion._published(stretch)
         for file in stretch.files:
             file.less()
+        # They refer to each other, and nobody else may look at memory that is to be used again.
+        stretch.wanted.clear()
+        stretch.good.clear()
+        stretch.filling = None
 
     def _published(self, stretch: Stretch) -> None:
         self.is_complete &= len(stretch.good) == len(stretch.wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvfs.engine.io import DeadlineExceeded, Step
 from kvfs.tiers import oplog, promotion, warm
+from kvfs.tiers.mapping import watch
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.promotion import windows
 from tests.engine.audit import audit
@@ -213,6 +215,24 @@ def test_neighbours_come_with_one_read_whichever_file_they_are_of(rounds: list[i
             assert mapped is not None
             assert len(mapped.segments) == 1
         session.check(is_warm=True)
+
+
+def test_nobody_looks_at_the_memory_of_what_came_up_any_longer() -> None:
+    """Not until the collector comes: it could not be used again."""
+    with cold_session(1, [200_000, 5000]) as session:
+        gc.collect()
+        gc.disable()
+        try:
+            assert session.bench.go(session.migration.promote(session.directory))
+            session.bench.executor.settle()
+            views = [
+                watch(r) for kvmap in session.bench.warm._kvmaps.values() for r in kvmap.regions
+            ]
+            session.go_down()
+            assert views
+            assert all(view() is None for view in views)
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("seed", range(8))
