@@ -8,6 +8,7 @@ import stat
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, Layout
@@ -20,9 +21,9 @@ from kvfs.engine.pins import Pins
 FILE_SIZE_MAX = 1 << 62
 _TIME_NS_MIN, _TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # the years 1677 to 2262
 _IDLE_LOOKED_AT = 8
-_KEPT_MIN = 12
 
 Place = tuple[int, int]  # extent id, bytes skipped at its start
+T = TypeVar("T")
 
 
 def error(number: int, what: bytes | str = "") -> OSError:
@@ -107,6 +108,7 @@ class Nodes:
         self.pins = Pins()
         self.nameless: set[int] = set()
         self.count = 0
+        self._keeps = False
 
     def node(self, ino: int) -> Step[Node]:
         """The node of an inode, as it is now: after a wait it has to be asked for again.
@@ -166,12 +168,27 @@ class Nodes:
         self.nameless.discard(ino)
         self.count -= 1
 
+    def keeping(self, step: Step[T]) -> Step[T]:
+        """Run a step that goes on to change the nodes it looked at: none is forgotten until its
+        end, unless it waits. Then it has to look at all of them again."""
+        try:
+            while True:
+                self._keeps = True
+                completion = next(step)
+                self._keeps = False
+                yield completion
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            self._keeps = False
+            step.close()
+
     def trim(self, contents: int) -> None:
-        """Forget idle nodes while there are too many, `contents` parts included. Those of
-        an operation that is being prepared are the last used: they stay."""
+        """Forget idle nodes while there are too many, `contents` parts included."""
         looked_at = 0
         while len(self._nodes) + contents > self._limit and looked_at < _IDLE_LOOKED_AT:
-            if len(self._nodes) <= _KEPT_MIN:
+            if self._keeps or not self._nodes:
                 return
             ino, node = next(iter(self._nodes.items()))
             if ino in self._touched or not node.is_idle:

@@ -115,8 +115,11 @@ class State:
     # -- operations
 
     def prepare(self, op: ops.Operation, data: Callable[[], Kept]) -> Step[Done]:
-        """Load and check; the returned callable does it. `data` gives the kept bytes of
+        """Load and check; the returned callable does it, at once. `data` gives the kept bytes of
         a Write, once it is logged."""
+        return self.nodes.keeping(self._prepare(op, data))
+
+    def _prepare(self, op: ops.Operation, data: Callable[[], Kept]) -> Step[Done]:
         match op:
             case ops.Write():
                 return (yield from self._write(op, data))

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from kvfs.engine import writer as writer_module
-from kvfs.engine.format import BLOCK, round_up
+from kvfs.engine.format import BLOCK, ROOT_INODE, round_up
 from kvfs.engine.io import run
 from kvfs.engine.nodes import Node
 from kvfs.engine.store import Store
@@ -205,6 +205,41 @@ def test_a_tree_with_a_larger_index_than_is_kept_in_memory_is_forked(tmpfs: Path
     assert len(executor.run(store.list_directory(copy, 0, 1000))) == 600
     executor.settle()
     assert nodes.held <= nodes.size
+
+
+@pytest.mark.parametrize("nodes_max", [1, 8, 40_000])
+def test_a_change_of_more_inodes_than_are_kept_in_memory_is_whole(
+    tmpfs: Path, nodes_max: int
+) -> None:
+    """What it looked at first is still what it changes in the end."""
+    bench = Bench(tmpfs, options=replace(OPTIONS, nodes_max=nodes_max))
+    parent = bench.make(b"parent", mode=DIRECTORY)
+    other = bench.make(b"other", mode=DIRECTORY)
+    session = bench.make(b"session", parent=parent, mode=DIRECTORY)
+    deep = session
+    for number in range(30):
+        bench.make(b"layer.%03d" % number, parent=session)
+        deep = bench.make(b"below", parent=deep, mode=DIRECTORY)
+    run(bench.store.checkpoint())
+
+    def links(ino: int) -> int:
+        return run(bench.store.node(ino)).inode.nlink
+
+    run(bench.store.fork(session, b"fork"))
+    assert links(parent) == 4
+    assert bench.names(parent) == [b"fork", b"session"]
+    # Up all of the tree it is looked for a loop.
+    run(bench.store.rename(parent, b"fork", deep, b"moved", replace=False, exchange=False))
+    assert (links(parent), links(deep)) == (3, 3)
+    run(bench.store.rename(ROOT_INODE, b"other", deep, b"moved", replace=False, exchange=True))
+    assert bench.find(b"moved", deep) == other
+    assert run(bench.store.node(other)).inode.parent == deep
+    assert (links(ROOT_INODE), links(parent), links(deep)) == (4, 3, 3)
+    run(bench.store.checkpoint())
+    again = bench.open_image(bench.device.image)
+    for ino, count in ((ROOT_INODE, 4), (parent, 3), (deep, 3), (other, 2)):
+        assert run(again.node(ino)).inode.nlink == count
+    audit(bench.store)
 
 
 def test_forks_that_fail_again_and_again_do_not_use_up_the_ids(bench: Bench) -> None:
