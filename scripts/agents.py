@@ -447,7 +447,7 @@ class Report:
     hot_budget_mib: float
     warm_mib: float
     hot_hit_rate: float
-    brought_in_mapped_mib: float
+    brought_in_warm_mib: float
     brought_in_by_mount_mib: float
     written_mib: float
     waited_seconds: float
@@ -504,7 +504,7 @@ def show(report: Report) -> None:
         f"{report.hot_budget_mib:.0f} MiB, warm {report.warm_mib:.0f} MiB"
     )
     console.print(
-        f"brought in {report.brought_in_mapped_mib:.0f} MiB mapped and "
+        f"brought in {report.brought_in_warm_mib:.0f} MiB from warm memory and "
         f"{report.brought_in_by_mount_mib:.0f} MiB through the mount, written "
         f"{report.written_mib:.0f} MiB; forwards waited {report.waited_seconds:.1f} s; "
         f"a move out of hot memory took {report.evict_ms_mean:.1f} ms"
@@ -572,7 +572,7 @@ def run(directory: Path, options: argparse.Namespace) -> Report:
         hot_bytes / 2**20,
         warm_bytes / 2**20,
         hot_hit_rate=values["kv_hot_hit_rate"],
-        brought_in_mapped_mib=values["kv_moved_bytes_total mapped"] / 2**20,
+        brought_in_warm_mib=values["kv_moved_bytes_total warm"] / 2**20,
         brought_in_by_mount_mib=values["kv_moved_bytes_total mount"] / 2**20,
         written_mib=values["kv_moved_bytes_total written"] / 2**20,
         waited_seconds=values["kv_wait_seconds_total"],

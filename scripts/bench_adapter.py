@@ -4,7 +4,7 @@
 
 A session of 30 layers x 8 MiB of random bytes, shaped as those of an 8B model (8 KV heads of
 128, bfloat16). Each round measures, one after the other: a memcpy of as many bytes, layer by
-layer, between memory that was touched; `load()` of the session when it is warm, mapped from
+layer, between memory that was touched; `load()` of the session when it is warm, read from
 the daemon's memory where it offers that; fio reading as many bytes of a new file (O_DIRECT,
 1 MiB, depth 8); `load()` when the session is cold, the kernel's page cache dropped (needs
 root). Then the same warm load into small slabs: what a block costs besides its bytes. Figures
@@ -41,14 +41,14 @@ WAIT_SECONDS = 60
 
 @dataclass(frozen=True)
 class Round:
-    """MB/s (10^6 bytes), and what of a load was mapped; `block_us` in microseconds."""
+    """MB/s (10^6 bytes), and what of a load came from warm memory; `block_us` in microseconds."""
 
     memcpy: float
     warm: float
-    warm_mapped: float
+    warm_share: float
     raw: float
     cold: float
-    cold_mapped: float
+    cold_share: float
     block_us: float
 
 
@@ -101,13 +101,13 @@ def speed(work: Callable[[], None]) -> float:
 
 
 def load(cache: KVFSCache) -> tuple[float, float]:
-    """MB/s, and the share of the bytes that was mapped."""
+    """MB/s, and the share of the bytes that was read from the daemon's warm memory."""
     cache.release()
-    before = cache.counters.fetched_bytes_mapped
+    before = cache.counters.fetched_bytes_warm
     fast = speed(cache.load)
     if cache.resident_bytes < SIZE:
         raise DemoError("not all of the session is hot")
-    return fast, (cache.counters.fetched_bytes_mapped - before) / SIZE
+    return fast, (cache.counters.fetched_bytes_warm - before) / SIZE
 
 
 def measure(directory: Path, rounds: int) -> list[Round]:
@@ -134,7 +134,7 @@ def measure(directory: Path, rounds: int) -> list[Round]:
                 bring(mount, "warm")
                 cache.load()  # touches the slabs
                 copied = speed(memcpy)
-                warm, warm_mapped = load(cache)
+                warm, warm_share = load(cache)
             with opened(SMALL_SLAB_BYTES) as cache:
                 cache.load()
                 small, _ = load(cache)
@@ -144,11 +144,11 @@ def measure(directory: Path, rounds: int) -> list[Round]:
                 raw = fio(raw_file, "read")
                 bring(mount, "cold")
                 drop_caches()
-                cold, cold_mapped = load(cache)
+                cold, cold_share = load(cache)
             raw_file.unlink()
             more_blocks = SIZE / SMALL_SLAB_BYTES - SIZE / SLAB_BYTES
             block_us = (SIZE / small - SIZE / warm) / more_blocks
-            return Round(copied, warm, warm_mapped, raw, cold, cold_mapped, block_us)
+            return Round(copied, warm, warm_share, raw, cold, cold_share, block_us)
 
         return [one_round() for _ in range(rounds + 1)][1:]
 
@@ -156,23 +156,23 @@ def measure(directory: Path, rounds: int) -> list[Round]:
 def report(rounds: list[Round], path: Path | None) -> None:
     """The table, and the same as JSON."""
     rows = []
-    for title, what, mapped, limit, goal in (
-        ("warm, beside memcpy", "warm", "warm_mapped", "memcpy", 0.8),
-        ("cold, beside raw O_DIRECT", "cold", "cold_mapped", "raw", 0.8),
+    for title, what, share, limit, goal in (
+        ("warm, beside memcpy", "warm", "warm_share", "memcpy", 0.8),
+        ("cold, beside raw O_DIRECT", "cold", "cold_share", "raw", 0.8),
     ):
         ratio = statistics.median(getattr(r, what) / getattr(r, limit) for r in rounds)
         row = {
             "what": title,
             "mb_s": statistics.median(getattr(r, what) for r in rounds),
             "limit_mb_s": statistics.median(getattr(r, limit) for r in rounds),
-            "mapped": statistics.median(getattr(r, mapped) for r in rounds),
+            "from_warm": statistics.median(getattr(r, share) for r in rounds),
             "ratio": ratio,
             "goal": goal,
         }
         rows.append(row)
         console.print(
             f"{title:26} {row['mb_s']:6.0f} MB/s  limit {row['limit_mb_s']:6.0f}  "
-            f"mapped {row['mapped']:4.0%}  ratio {ratio:5.2f}  goal {goal}"
+            f"from warm {row['from_warm']:4.0%}  ratio {ratio:5.2f}  goal {goal}"
         )
     block_us = statistics.median(r.block_us for r in rounds)
     console.print(f"{'a block besides its bytes':26} {block_us:6.2f} us")

@@ -161,9 +161,9 @@ def decode_paged(
     name = f"paged-{prompt.shape[1]}"
     with KVFSCache.open(mountpoint, name, model, pool=HotPool(budget)) as cache:
         step(model, cache, prompt)
-        before = cache.counters.fetched_bytes_mapped + cache.counters.fetched_bytes_mount
+        before = cache.counters.fetched_bytes_warm + cache.counters.fetched_bytes_mount
         steps = interleaved(model, {"paged": cache}, PAGED_STEPS)["paged"]
-        after = cache.counters.fetched_bytes_mapped + cache.counters.fetched_bytes_mount
+        after = cache.counters.fetched_bytes_warm + cache.counters.fetched_bytes_mount
     return median_ms(steps), (after - before) / (PAGED_STEPS + WARMING_STEPS) / 1e6
 
 

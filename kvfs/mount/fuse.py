@@ -298,7 +298,7 @@ class Filesystem(pyfuse3.Operations):
         if handle.snapshot is None:
             self._store.closed(handle.ino)
             if not self._store.units.opened[handle.ino]:
-                self._migration.warm.end_lease(handle.ino)
+                self._migration.warm.leases.end(handle.ino)
             await self._run(self._store.unpin(handle.ino))
 
     @_handler

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvfs.engine.buffer import Kept, cut
 from kvfs.engine.files import Part, Stored
-from kvfs.engine.format import EXTENT_SIZE_MAX, Extent
+from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, Inode
 from kvfs.engine.io import Completion, Executor, Step, Urgency, settled
 from kvfs.engine.latency import Latencies
 from kvfs.engine.store import Store
@@ -171,7 +170,7 @@ class Migration:
 
     def map(self, ino: int) -> Step[Mapped | None]:
         """Bring a file in, and say where it lies; if it is open it stays there until
-        `WarmTier.end_lease`. None when it does not fit, or is no file."""
+        `Leases.end`. None when it does not fit, or is no file."""
         if (yield from self.store.node(ino)).is_directory:
             return None
         mapped = yield from settled(lambda: self._mapped(ino))
@@ -182,39 +181,41 @@ class Migration:
 
     def map_all(self, directory: int) -> Step[dict[bytes, Mapped]]:
         """Where the files in a directory lie that are here now, for who copies them at once."""
-        shown: dict[bytes, Mapped] = {}
         entries = yield from self.store.list_directory(directory, 0, _SHOWN_MAX + 1)
         if len(entries) > _SHOWN_MAX:
             return {}
         yield from self.store.load(entry.ino for _, entry in entries)
+        found: dict[bytes, tuple[Inode, list[Kept]]] = {}
         for _, entry in entries:
-            try:
-                mapped = yield from settled(partial(self._shown, entry.ino))
-            except FileNotFoundError:
-                continue  # it was removed meanwhile
-            if mapped is not None:
-                shown[entry.name] = mapped
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                whole = yield from settled(partial(self._whole, entry.ino))
+                if whole is not None:
+                    found[entry.name] = whole
             yield from self._let_others_go_on()
-        return shown
+        lent = self.warm.show(pieces for _, pieces in found.values())
+        return {
+            name: Mapped(inode.ctime_ns, inode.size, segments)
+            for (name, (inode, _)), segments in zip(found.items(), lent, strict=True)
+            if segments is not None
+        }
 
     def _mapped(self, ino: int) -> Step[Mapped | None]:
+        whole = yield from self._whole(ino)
+        if whole is None:
+            return None
+        inode, pieces = whole
         # Not who asked, but who is still there: it may have closed the file, or died, meanwhile.
         is_open = self.store.units.opened[ino] > 0
-        lend = partial(self.warm.lease, ino) if is_open else self.warm.segments
-        return (yield from self._lent(ino, lend))
-
-    def _shown(self, ino: int) -> Step[Mapped | None]:
-        if (yield from self.store.node(ino)).is_directory:
-            return None
-        return (yield from self._lent(ino, self.warm.show))
-
-    def _lent(
-        self, ino: int, lend: Callable[[list[Kept]], list[MapSegment] | None]
-    ) -> Step[Mapped | None]:
-        inode = (yield from self.store.node(ino)).inode
-        pieces = yield from self._in_memory(ino)
-        segments = None if pieces is None else lend(pieces)
+        segments = self.warm.lease(ino, pieces) if is_open else self.warm.segments(pieces)
         return None if segments is None else Mapped(inode.ctime_ns, inode.size, segments)
+
+    def _whole(self, ino: int) -> Step[tuple[Inode, list[Kept]] | None]:
+        """A file and its pieces, if all of it is here."""
+        node = yield from self.store.node(ino)
+        if node.is_directory:
+            return None
+        pieces = yield from self._in_memory(ino)
+        return None if pieces is None else (node.inode, pieces)
 
     def _in_memory(self, ino: int) -> Step[list[Kept] | None]:
         """The pieces of a file, if all of it is here and it has no hole."""

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
-from cachetools import LRUCache, TTLCache
+from cachetools import LRUCache
 
 from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
@@ -37,6 +37,7 @@ from kvfs.engine.format import (
 from kvfs.engine.io import Completion, Executor, Step
 from kvfs.engine.policy import Policy
 from kvfs.tiers.kvmap import SIZE_MIN, Kvmap, alignment
+from kvfs.tiers.leases import Leases
 from kvfs.tiers.oplog import CHUNK_SIZE, OperationLog, Reference, current_boot
 from kvfs.tiers.policy import LRU
 from kvfs.tiers.shards import Shards
@@ -52,8 +53,6 @@ _SUFFIX = ".kvmap"
 _IDLE_SHARE = 16  # of the limit: one part in so many may be chunks of the log that wait
 _IDLE_MAX = 4
 _NAMED = 64  # victims that are asked for at once
-_SHOWN_SECONDS = 10  # so long at most does it take to copy what was shown
-_SHOWN_MAX = 65_536
 _NAMES_MAX = 65_536  # sessions whose plain name is known to have been used
 _STOCK_FILL_PCT = 50  # above it no memory is made ready for what may come
 _GROWING_SECONDS = 10.0  # who wrote nothing for so long is not expected to write more
@@ -158,6 +157,7 @@ class WarmTier:
     boot: str = field(default_factory=current_boot)
     counters: WarmCounters = field(default_factory=WarmCounters)
     shards: Shards = field(default_factory=Shards)
+    leases: Leases = field(init=False)
     policy: Policy = field(default_factory=LRU)
     clock: Callable[[], float] = time.monotonic
     on_evicted: Callable[[int], None] = field(default=lambda unit: None)
@@ -176,14 +176,11 @@ class WarmTier:
     _held: dict[int, _Held] = field(default_factory=dict)
     _leaving: set[Path] = field(default_factory=set)
     _named: LRUCache[int, None] = field(default_factory=lambda: LRUCache(_NAMES_MAX))
-    _leases: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
-    _leased: dict[int, Kvmap] = field(default_factory=dict)
-    _shown: TTLCache[int, int] = field(init=False)  # bytes by the serial of a warm file
     _growing: dict[int, _Growing] = field(default_factory=dict)
     _taken_before: int = 0
 
     def __post_init__(self) -> None:
-        self._shown = TTLCache(_SHOWN_MAX, _SHOWN_SECONDS, self.clock)
+        self.leases = Leases(self.limit // 2, self.clock)
         idle = min(max(self.limit // (_IDLE_SHARE * CHUNK_SIZE), 1), _IDLE_MAX)
         self._log = OperationLog(self.directory / "log", self.limit, self.boot, self._resolve, idle)
         self._spares = Spares(self.directory / "spare", self.limit, self.executor, self.clock)
@@ -304,7 +301,7 @@ class WarmTier:
 
     def usage(self) -> WarmUsage:
         taken = self._taken + self._log.taken
-        return WarmUsage(self.limit, taken, self.leased, self._spares.held)
+        return WarmUsage(self.limit, taken, self.leases.total, self._spares.held)
 
     def make_room(self, size: int) -> bool:
         """Give up spares, then what is clean and was not used for the longest time, until so
@@ -390,7 +387,7 @@ class WarmTier:
         if not of_unit:
             del self._by_unit[kvmap.header.unit]
             self.policy.remove([kvmap.header.unit])
-        self._shown.pop(kvmap.header.serial, None)
+        self.leases.gone(kvmap)
         self._taken -= kvmap.taken
         self.counters.evicted_files += 1
         self.counters.evicted += kvmap.taken
@@ -525,77 +522,47 @@ class WarmTier:
 
     # -- what others map
 
-    def segments(self, parts: list[Kept]) -> list[MapSegment] | None:
+    def segments(self, parts: Sequence[Kept]) -> list[MapSegment] | None:
         """Where the parts of a file lie; None when one of them is not in a warm file."""
         segments: list[MapSegment] = []
-        at = 0
+        kvmap, begin, end, first, at = None, 0, 0, 0, 0
         for part in parts:
-            kvmap = self._by_region.get(id(part.region))
-            if kvmap is None:
+            owner = self._by_region.get(id(part.region))
+            if owner is None:
                 return None
-            kvmap.was_shown = True
-            offset = kvmap.offset_of(part)
-            last = segments[-1] if segments else None
-            if last and last.path == kvmap.path and last.offset + last.length == offset:
-                segments[-1] = replace(last, length=last.length + len(part))
-            else:
-                segments.append(MapSegment(kvmap.path, offset, len(part), at))
+            owner.was_shown = True
+            offset = owner.offset_of(part)
+            if owner is not kvmap or offset != end:
+                if kvmap is not None:
+                    segments.append(MapSegment(kvmap.path, begin, end - begin, first))
+                kvmap, begin, first = owner, offset, at
+            end = offset + len(part)
             at += len(part)
+        if kvmap is not None:
+            segments.append(MapSegment(kvmap.path, begin, end - begin, first))
         return segments
 
-    def lease(self, ino: int, parts: list[Kept]) -> list[MapSegment] | None:
-        """The same, and from now on they stay until `end_lease`. None also when too much is
-        leased already."""
+    def lease(self, ino: int, parts: Sequence[Kept]) -> list[MapSegment] | None:
+        """The same, and from now on they stay until `leases.end`. None also when too much is
+        lent already."""
         segments = self.segments(parts)
-        if segments is None:
+        if segments is None or not self.leases.give(ino, self._kvmaps_of(parts)):
             return None
-        kvmaps = self._kvmaps_of(parts)
-        if not self._may_lease(kvmaps):
-            return None
-        mine = self._leases.setdefault(ino, {})
-        for serial, kvmap in kvmaps.items():
-            if serial not in mine:
-                mine[serial] = self._leased[serial] = kvmap
-                kvmap.users += 1
-                kvmap.leases += 1
         return segments
 
-    def show(self, parts: list[Kept]) -> list[MapSegment] | None:
-        """The same for who copies them at once: they may go meanwhile, which takes nothing from
-        who has them mapped, and count as leased for a few seconds."""
-        segments = self.segments(parts)
-        if segments is None:
-            return None
-        kvmaps = self._kvmaps_of(parts)
-        if not self._may_lease(kvmaps):
-            return None
-        for serial, kvmap in kvmaps.items():
-            self._shown[serial] = kvmap.taken
-        return segments
+    def show(self, files: Iterable[Sequence[Kept]]) -> list[list[MapSegment] | None]:
+        """The same of several files for who copies them at once: they may go meanwhile, which
+        takes nothing from who has them mapped. None for all when too much is lent already."""
+        files = list(files)
+        segments = [self.segments(parts) for parts in files]
+        shown = (
+            part for parts, found in zip(files, segments, strict=True) if found for part in parts
+        )
+        return segments if self.leases.show(self._kvmaps_of(shown)) else [None] * len(files)
 
-    def _kvmaps_of(self, parts: list[Kept]) -> dict[int, Kvmap]:
+    def _kvmaps_of(self, parts: Iterable[Kept]) -> Collection[Kvmap]:
         kvmaps = (self._by_region[id(part.region)] for part in parts)
-        return {kvmap.header.serial: kvmap for kvmap in kvmaps}
-
-    def _may_lease(self, kvmaps: dict[int, Kvmap]) -> bool:
-        """At most half of the memory is lent."""
-        known = self._leased.keys() | self._shown.keys()
-        added = sum(kvmap.taken for serial, kvmap in kvmaps.items() if serial not in known)
-        return self.leased + added <= self.limit // 2
-
-    def end_lease(self, ino: int) -> None:
-        """Nobody has the file open any longer."""
-        for kvmap in self._leases.pop(ino, {}).values():
-            kvmap.users -= 1
-            kvmap.leases -= 1
-            if not kvmap.leases:
-                del self._leased[kvmap.header.serial]
-
-    @property
-    def leased(self) -> int:
-        """Bytes of warm files that others may have mapped."""
-        shown = sum(taken for serial, taken in self._shown.items() if serial not in self._leased)
-        return shown + sum(kvmap.taken for kvmap in self._leased.values())
+        return {kvmap.header.serial: kvmap for kvmap in kvmaps}.values()
 
     # -- details
 
@@ -732,7 +699,7 @@ class WarmTier:
         """Whether another file is to take so many bytes. What others have mapped does not grow
         beyond their share."""
         growth = kvmap.growth(size)
-        if kvmap.leases and self.leased + growth > self.limit // 2:
+        if kvmap.leases and self.leases.total + growth > self.leases.limit:
             return True
         end = kvmap.taken - kvmap.tail + size
         return growth > 0 and end > self._file_max(kvmap.header.unit)

@@ -30,15 +30,15 @@ from kvfs.torch.fingerprint import Fingerprint, sliding_windows
 from kvfs.torch.hot import WORKSPACES, HotPool, Workspace
 from kvfs.torch.layer import KVFSLayer
 from kvfs.torch.mounts import require_kvfs
+from kvfs.torch.offers import SessionOffer
 from kvfs.torch.ranges import Ranges
 from kvfs.torch.session import Session
-from kvfs.torch.source import SessionMap
 from kvfs.torch.summary import SummarySlot
 from kvfs.torch.window import Window
 
-# As many layers are brought in at once: a layer's open and its last bytes are round trips to
-# the daemon, and a device wants several requests.
-_WORKERS = 4
+# As many layers are brought in at once: a device wants several requests; where few cores copy,
+# more would wait for each other.
+_WORKERS = min(4, (os.cpu_count() or 1) + 1)
 _log = logging.getLogger("kvfs.torch")
 _TRIES = 10
 
@@ -246,9 +246,9 @@ class KVFSCache(Cache):
         """Begin to bring in, in the background, what attention needs and the budget allows."""
         self._settle()
         self._press(0, self._seen_bytes(0))
-        shown = None if self._kept is not None else self._session.shown()
+        offer = None if self._kept is not None else self._session.offer()
         for index in range(len(self.layers)):
-            self._prefetch(index, shown)
+            self._prefetch(index, offer)
 
     def rewind_to(self, ids: torch.Tensor | Sequence[int]) -> int:
         """Crop to what the session has in common with the prompt `ids`, shape [n] or [1, n].
@@ -394,12 +394,12 @@ class KVFSCache(Cache):
         """Begin to fetch one layer, as far as the budget has room."""
         self._prefetch(layer_idx, None)
 
-    def _prefetch(self, layer_idx: int, shown: SessionMap | None) -> None:
+    def _prefetch(self, layer_idx: int, offer: SessionOffer | None) -> None:
         layer = self.layers[layer_idx]
         layer.attend_to(self._attended_or_all())
         wanted = layer.past
         if layer.lacking(wanted):
-            self._submit(layer_idx, partial(layer.load, wanted, shown))
+            self._submit(layer_idx, partial(layer.load, wanted, offer))
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Write what the file of one layer does not hold, and free its memory."""
@@ -616,7 +616,7 @@ class KVFSCache(Cache):
             return
         self._told = True
         nbytes = beyond * self.pool.slab_bytes
-        fetched = self.counters.fetched_bytes_mapped + self.counters.fetched_bytes_mount
+        fetched = self.counters.fetched_bytes_warm + self.counters.fetched_bytes_mount
         rate = fetched / self.counters.fetch_seconds if fetched else None
         _log.warning(
             "session %s does not fit %d MB of hot memory: each forward reads %.1f MB%s",

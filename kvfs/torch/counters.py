@@ -14,8 +14,8 @@ class Counters:
     """Blocks that a forward found in hot memory."""
     fetched_blocks: int = 0
     """Blocks that were brought in from their file."""
-    fetched_bytes_mapped: int = 0
-    """Bytes copied from mapped warm segments."""
+    fetched_bytes_warm: int = 0
+    """Bytes read from the daemon's warm memory."""
     fetched_bytes_mount: int = 0
     """Bytes read through the mount."""
     written_bytes: int = 0

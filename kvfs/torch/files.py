@@ -182,17 +182,19 @@ def _closing(fd: int, path: Path) -> Iterator[int]:
             os.close(fd)
 
 
-def after(memory: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What one system call takes of it, without the first `done` bytes."""
+def part_of(memory: Sequence[memoryview], start: int, length: int) -> list[memoryview]:
+    """Bytes start..start+length-1 of what lies one behind the other, as far as one system call
+    takes them."""
     left = []
-    for part in memory:
-        if done < len(part):
-            left.append(part[done:])
-        done = max(0, done - len(part))
+    for piece in memory:
+        if start < len(piece) and length > 0:
+            left.append(piece[start : start + length])
+            length -= len(left[-1])
+        start = max(0, start - len(piece))
     return left[:_VECTORS_MAX]
 
 
 def _write_all(fd: int, memory: Sequence[memoryview], offset: int) -> None:
     done, length = 0, sum(map(len, memory))
     while done < length:
-        done += os.pwritev(fd, after(memory, done), offset + done)
+        done += os.pwritev(fd, part_of(memory, done, length - done), offset + done)

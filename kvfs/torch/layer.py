@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,12 @@ from kvfs.torch.counters import Counters
 from kvfs.torch.files import LayerFile, ScratchFile
 from kvfs.torch.hot import HotPool, Slab, Workspace
 from kvfs.torch.layout import RowLayout, name_of
+from kvfs.torch.offers import SessionOffer
 from kvfs.torch.ranges import Ranges
 from kvfs.torch.slab import Heads, Rows
-from kvfs.torch.source import LayerSource, SessionMap, opened
+from kvfs.torch.source import LayerSource, opened
 
-_epochs = itertools.count()
+_epochs = count()
 """Each says what one layer holds, until something other than new tokens changes that."""
 
 
@@ -237,12 +238,12 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             return []
         return [block for block in self._blocks_in(wanted) if self._slabs[block] is None]
 
-    def load(self, wanted: Ranges, shown: SessionMap | None = None) -> None:
+    def load(self, wanted: Ranges, offer: SessionOffer | None = None) -> None:
         """Bring these tokens in, as far as slabs are free; OSError if they cannot be read.
 
-        `shown` is what the daemon shows of the session since its files were last cut.
+        `offer` is of the session, since its files were last cut.
         """
-        self._fetch(self.lacking(wanted), None, shown)
+        self._fetch(self.lacking(wanted), None, offer)
 
     def store(self, upto: int | None = None) -> None:
         """Write to the file what it does not hold yet of the first `upto` tokens, or of all."""
@@ -455,7 +456,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     heads.gather(place, slab, begin - start, stop - start)
 
     def _fetch(
-        self, blocks: list[int], space: Workspace | None, shown: SessionMap | None = None
+        self, blocks: list[int], space: Workspace | None, offer: SessionOffer | None = None
     ) -> None:
         if not blocks:
             return
@@ -463,7 +464,7 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         places = self._pool.take(len(blocks))
         promoted, streamed = blocks[: len(places)], blocks[len(places) :]
         try:
-            with opened(self._file, self.layout, self._mover, shown) as source:
+            with opened(self._file, self.layout, self._mover, offer) as source:
                 if promoted:
                     self._promote(promoted, places, source)
                     places = []
@@ -474,21 +475,22 @@ class KVFSLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._pool.give(places)
         self._counters.add(
             fetched_blocks=fetched,
-            fetched_bytes_mapped=source.moved.mapped,
+            fetched_bytes_warm=source.moved.warm,
             fetched_bytes_mount=source.moved.mount,
             fetch_seconds=time.perf_counter() - began,
         )
 
     def _promote(self, blocks: list[int], places: list[int], source: LayerSource) -> None:
-        slabs = [self._pool.slab(place, self.layout) for place in places]
+        left = iter([self._pool.slab(place, self.layout) for place in places])
         with self._pool.handles.migrating(self._ids[blocks]) as migration:
-            by_number = dict(zip(blocks, slabs, strict=True))
+            filled = []
             for first, end in spans.runs(blocks):
-                run = [by_number[block] for block in range(first, end)]
-                source.fill(run, self.block_tokens, self._span(first)[0], self._span(end - 1)[1])
+                slabs = list(islice(left, end - first))
+                source.fill(slabs, self.block_tokens, self._span(first)[0], self._span(end - 1)[1])
+                filled.append((first, end, slabs))
             with self._lock:
-                for block, slab in by_number.items():
-                    self._slabs[block] = slab
+                for first, end, slabs in filled:
+                    self._slabs[first:end] = slabs
                 self._cold -= len(blocks)
             migration.publish(State.HOT, np.array(places))
 

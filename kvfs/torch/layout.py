@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -36,7 +37,7 @@ class RowLayout:
         """Numbers in a row."""
         return 2 * self.heads * self.head_dim
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes in a row: what one token adds to a layer file."""
         return self.elements * self.dtype.itemsize

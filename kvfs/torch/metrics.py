@@ -70,7 +70,7 @@ class RouterMetrics:
         )
         self._moved = Counter(
             "kv_moved_bytes",
-            "KV brought to hot memory, mapped or through the mount, or written to the files",
+            "KV brought in from warm memory or through the mount, or written to the files",
             ["way"],
             registry=registry,
         )
@@ -128,7 +128,7 @@ class RouterMetrics:
         self._found.labels("hot").inc(found.hot_bytes)
         self._found.labels(found.below).inc(found.below_bytes)
         for way, field in (
-            ("mapped", "fetched_bytes_mapped"),
+            ("warm", "fetched_bytes_warm"),
             ("mount", "fetched_bytes_mount"),
             ("written", "written_bytes"),
         ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 Ranges = list[tuple[int, int]]
 """`(first, last + 1)` each."""
@@ -41,9 +41,11 @@ def after(ranges: Ranges, count: int) -> Ranges:
     return rest
 
 
-def runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Rising numbers as runs of neighbours, `(first, last + 1)`."""
-    return iter(union((number, number + 1) for number in numbers))
+def runs(numbers: Sequence[int]) -> Ranges:
+    """Rising numbers as runs of neighbours."""
+    if numbers and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return [(numbers[0], numbers[-1] + 1)]
+    return union((number, number + 1) for number in numbers)
 
 
 def placed(ranges: Ranges) -> Iterator[tuple[int, int, int]]:

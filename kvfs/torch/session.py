@@ -20,7 +20,7 @@ from typing import Any
 from kvfs.torch.errors import FingerprintError, NotASessionError, SessionBusyError
 from kvfs.torch.files import SessionFile, named, set_xattr, temporary_of
 from kvfs.torch.fingerprint import Fingerprint
-from kvfs.torch.source import SessionMap
+from kvfs.torch.offers import SessionOffer
 
 _VERSION = 1
 _TOKEN_BYTES = 4
@@ -133,9 +133,9 @@ class Session:
         with named(self._tokens.path):
             os.fsync(self._lease)
 
-    def shown(self) -> SessionMap:
-        """What the daemon will show of the files, to be used before they are cut."""
-        return SessionMap(self._directory)
+    def offer(self) -> SessionOffer:
+        """What the daemon will offer of the files, to be used before they are cut."""
+        return SessionOffer(self._directory)
 
     def close(self) -> None:
         """Give up lock and lease. The descriptors are gone even if an error is raised."""

@@ -1,81 +1,63 @@
-"""Where a layer's bytes come from: mapped warm segments, else reads past the page cache."""
+"""Where a layer's bytes come from: the daemon's warm memory, else reads past the page cache."""
 
 from __future__ import annotations
 
 import errno
-import json
 import math
 import mmap
 import os
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from kvfs.torch.files import LayerFile, after, named
+from kvfs.torch.files import LayerFile, named, part_of
 from kvfs.torch.layout import RowLayout
+from kvfs.torch.offers import Offer, Segments, SessionOffer, covers
 from kvfs.torch.slab import Rows
 from kvfs.torch.staging import whole_pages
 from kvfs.torch.transfer import Mover
-
-MAP_ATTRIBUTE = "user.kvfs.map"
-# Not offered, not for us, or gone in between: the mount has the same bytes.
-_NO_OFFER = (OSError, ValueError, KeyError, TypeError, AttributeError)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A mapped part of a layer file: `memory` holds the file's bytes from `at` on."""
-
-    at: int
-    memory: memoryview
-
-    @property
-    def end(self) -> int:
-        return self.at + len(self.memory)
 
 
 @dataclass
 class Moved:
     """Bytes by the way they came."""
 
-    mapped: int = 0
+    warm: int = 0
     mount: int = 0
 
 
 class LayerSource:
-    """Rows of one layer file, while it is open; `mapped` says by which way they come.
+    """Rows of one layer file; `moved` says by which way they came.
 
-    An open file is a lease: what the daemon shows of its warm memory does not move
-    under us.
+    What is not offered is read through the mount, from a descriptor that is opened then.
     """
 
-    def __init__(
-        self, file: LayerFile, layout: RowLayout, mover: Mover, segments: list[Segment]
-    ) -> None:
+    def __init__(self, file: LayerFile, layout: RowLayout, mover: Mover) -> None:
         self.moved = Moved()
         self._file = file
         self._layout = layout
         self._mover = mover
-        self._segments = segments
+        self._offer: Offer | None = None
+        self._segments: Segments = []
         self._fd = -1
 
-    def lease(self) -> None:
-        """Open the file, and map what the daemon offers of it."""
-        self._segments = _map_or_nothing(self._descriptor())
+    def use(self, offer: Offer) -> None:
+        """Read what is offered of the file from there."""
+        self._offer = offer  # it keeps the warm files open
+        self._segments = offer.segments(self._file.path.name)
+
+    def descriptor(self) -> int:
+        """The file, open: a lease for what the daemon offers of it."""
+        if self._fd < 0:
+            self._fd = self._file.open_direct()
+        return self._fd
 
     def close(self) -> None:
         """Give the lease up."""
         if self._fd >= 0:
             os.close(self._fd)
-
-    @property
-    def mapped(self) -> bool:
-        """Whether warm memory of the daemon is mapped."""
-        return bool(self._segments)
 
     def rows(self, first: int, last: int) -> Iterator[memoryview]:
         """Tokens first..last-1 in pieces of whole rows, each valid until the next is asked for.
@@ -86,14 +68,18 @@ class LayerSource:
             OSError: EIO if the file ends before, or what the kernel reports.
         """
         width = self._layout.row_bytes
-        if covers(self._segments, first * width, last * width):
-            for piece in mapped_rows(self._segments, first * width, last * width, width):
-                self.moved.mapped += len(piece)
-                yield from self._mover.staged(piece, self._layout)
-        else:
-            for piece in self._read_rows(first, last):
-                self.moved.mount += len(piece)
-                yield piece
+        begin, end = first * width, last * width
+        is_warm = covers(self._segments, begin, end)
+        # Direct requests begin on a page and on a row: some rows before are read and left.
+        offset = begin if is_warm else begin - begin % math.lcm(width, mmap.PAGESIZE)
+        while offset < end:
+            with self._mover.staging(self._layout) as memory:
+                length = min(len(memory), end - offset)
+                self._read([memory], offset, length, is_warm=is_warm)
+                rows = memory[max(0, begin - offset) : length]
+                self._count(len(rows), is_warm=is_warm)
+                yield rows
+            offset += length
 
     def fill(self, slabs: Sequence[Rows], tokens: int, first: int, last: int) -> None:
         """Tokens first..last-1 to slabs of `tokens` each; in place where a request may be so.
@@ -102,15 +88,18 @@ class LayerSource:
             OSError: as `rows`.
         """
         width = self._layout.row_bytes
-        begin, end = first * width, last * width
-        memory = None if covers(self._segments, begin, end) else _pages(slabs, tokens * width)
-        if memory is None or begin % mmap.PAGESIZE:
+        begin, end, size = first * width, last * width, tokens * width
+        is_warm = covers(self._segments, begin, end)
+        memory = [slab.memory for slab in slabs]
+        in_place = [one[:size] for one in memory[:-1] if one is not None]
+        may_be_direct = begin % mmap.PAGESIZE == 0 and (
+            len(slabs) == 1 or size % mmap.PAGESIZE == 0
+        )
+        if memory[-1] is None or not (is_warm or may_be_direct):
             self._spread(slabs, tokens, self.rows(first, last))
             return
-        memory[-1] = memory[-1][: whole_pages(end - begin - (len(slabs) - 1) * tokens * width)]
-        with named(self._file.path):
-            _read_exactly(self._descriptor(), memory, begin, end - begin)
-        self.moved.mount += end - begin
+        self._read([*in_place, memory[-1]], begin, end - begin, is_warm=is_warm)
+        self._count(end - begin, is_warm=is_warm)
 
     def _spread(self, slabs: Sequence[Rows], tokens: int, pieces: Iterator[memoryview]) -> None:
         width, at = self._layout.row_bytes, 0
@@ -123,155 +112,55 @@ class LayerSource:
                 slabs[number].put_rows(offset, rows[(at - begin) * width : (upto - begin) * width])
                 at = upto
 
-    def _descriptor(self) -> int:
-        if self._fd < 0:
-            self._fd = self._file.open_direct()
-        return self._fd
+    def _read(
+        self, memory: Sequence[memoryview], begin: int, length: int, *, is_warm: bool
+    ) -> None:
+        """`length` bytes of the file from `begin` on; the memory takes whole pages."""
+        with named(self._file.path):
+            if not is_warm:
+                pages = part_of(memory, 0, whole_pages(length))
+                _read_exactly(self.descriptor(), pages, begin, length)
+                return
+            end = begin + length
+            for segment in self._segments:
+                at, upto = max(begin, segment.at), min(end, segment.end)
+                if at < upto:
+                    part = part_of(memory, at - begin, upto - at)
+                    _read_exactly(segment.fd, part, segment.offset + at - segment.at, upto - at)
 
-    def _read_rows(self, first: int, last: int) -> Iterator[memoryview]:
-        width = self._layout.row_bytes
-        # Requests begin on a page and on a row: some rows before the first are read and left.
-        begin = first - first % (mmap.PAGESIZE // math.gcd(width, mmap.PAGESIZE))
-        offset = begin * width
-        while offset < last * width:
-            with self._mover.staging(self._layout) as memory, named(self._file.path):
-                length = min(len(memory), last * width - offset)
-                _read_exactly(self._descriptor(), [memory[: whole_pages(length)]], offset, length)
-                yield memory[max(0, first * width - offset) : length]
-            offset += length
+    def _count(self, nbytes: int, *, is_warm: bool) -> None:
+        if is_warm:
+            self.moved.warm += nbytes
+        else:
+            self.moved.mount += nbytes
 
 
 @contextmanager
 def opened(
-    file: LayerFile, layout: RowLayout, mover: Mover, shown: SessionMap | None = None
+    file: LayerFile, layout: RowLayout, mover: Mover, offer: SessionOffer | None = None
 ) -> Iterator[LayerSource]:
-    """The layer's rows, mapped where the daemon offers that; OSError if it cannot be opened.
+    """The layer's rows, from warm memory where the daemon offers that; OSError if it cannot be
+    opened.
 
-    `shown` is what it offered of the whole session. What is not in that is read.
+    `offer` is of the whole session; without it the file is opened, and the daemon asked to
+    bring it to warm memory.
     """
-    source = LayerSource(file, layout, mover, shown.segments(file.path.name) if shown else [])
+    source = LayerSource(file, layout, mover)
     try:
-        if shown is None:
-            source.lease()
+        if offer is None:
+            source.use(Offer.of_file(source.descriptor(), file.path.name))
+        else:
+            source.use(offer.get())
         yield source
     finally:
         source.close()
 
 
-class SessionMap:
-    """What the daemon shows of the files of a session at one moment, asked for with the first
-    use: one answer, and one mapping of each warm file, for all layers.
-
-    No lease comes with it, so what it is used for is a copy at once. The files may grow
-    meanwhile, and must not be cut. Safe to use from several threads.
-    """
-
-    def __init__(self, directory: int) -> None:
-        """Of the session with this descriptor."""
-        self._directory = directory
-        self._lock = threading.Lock()
-        self._files: dict[str, list[Segment]] | None = None
-
-    def segments(self, name: str) -> list[Segment]:
-        """All of a file's bytes, in file order; nothing if it is not in warm memory."""
-        with self._lock:
-            if self._files is None:
-                self._files = _map_session(self._directory)
-        return self._files.get(name, [])
-
-
-def covers(segments: list[Segment], begin: int, end: int) -> bool:
-    """Whether every byte begin..end-1 is in a segment; they are in file order."""
-    for segment in segments:
-        if segment.at <= begin < segment.end:
-            begin = segment.end
-    return begin >= end
-
-
-def mapped_rows(segments: list[Segment], begin: int, end: int, width: int) -> Iterator[memoryview]:
-    """Bytes begin..end-1, whole rows of `width`, as views; a row that two share is copied."""
-    at = begin
-    for index, segment in enumerate(segments):
-        stop = min(segment.end, end)
-        whole = (stop - at) // width * width if segment.at <= at else 0
-        if whole > 0:
-            yield segment.memory[at - segment.at :][:whole]
-            at += whole
-        if segment.at <= at < stop:
-            yield _straddling(segments[index:], at, width)
-            at += width
-
-
-def _straddling(segments: list[Segment], at: int, width: int) -> memoryview:
-    row = bytearray()
-    for segment in segments:
-        if segment.at <= at + len(row) < segment.end:
-            row += segment.memory[at + len(row) - segment.at :][: width - len(row)]
-    return memoryview(row)
-
-
-def _map_or_nothing(fd: int) -> list[Segment]:
-    try:
-        told = json.loads(os.getxattr(fd, MAP_ATTRIBUTE))["segments"]
-        return _segments(told, _mapped(told))
-    except _NO_OFFER:
-        return []
-
-
-def _map_session(directory: int) -> dict[str, list[Segment]]:
-    try:
-        files = json.loads(os.getxattr(directory, MAP_ATTRIBUTE))["files"]
-        told = {name: file["segments"] for name, file in files.items()}
-        mapped = _mapped(one for segments in told.values() for one in segments)
-        return {name: _segments(segments, mapped) for name, segments in told.items()}
-    except _NO_OFFER:
-        return {}
-
-
-def _mapped(told: Iterable[dict[str, Any]]) -> dict[str, Segment]:
-    """The part of each warm file that is told of; `at` is its offset there."""
-    wanted: dict[str, tuple[int, int]] = {}
-    for one in told:
-        begin, end = one["offset"], one["offset"] + one["length"]
-        first, last = wanted.get(one["path"], (begin, end))
-        wanted[one["path"]] = min(first, begin), max(last, end)
-    mapped = {}
-    for path, (begin, end) in wanted.items():
-        begin -= begin % mmap.ALLOCATIONGRANULARITY
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            # Not populated: who copies does that beside others, in large pages at no cost.
-            memory = mmap.mmap(
-                fd, end - begin, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=begin
-            )
-        finally:
-            os.close(fd)
-        mapped[path] = Segment(begin, memoryview(memory))
-    return mapped
-
-
-def _segments(told: list[dict[str, Any]], mapped: dict[str, Segment]) -> list[Segment]:
-    segments = []
-    for one in told:
-        whole = mapped[one["path"]]
-        start = one["offset"] - whole.at
-        segments.append(Segment(one["at"], whole.memory[start : start + one["length"]]))
-    return segments
-
-
-def _pages(slabs: Sequence[Rows], nbytes: int) -> list[memoryview] | None:
-    """The first `nbytes` of each, if a direct request can go there."""
-    memory = [slab.memory for slab in slabs]
-    if len(slabs) > 1 and nbytes % mmap.PAGESIZE:
-        return None
-    return None if None in memory else [one[:nbytes] for one in memory if one is not None]
-
-
 def _read_exactly(fd: int, memory: Sequence[memoryview], offset: int, length: int) -> None:
-    """`length` bytes; the memory takes whole pages."""
-    done = 0
+    """`length` bytes, and what of the memory is behind that, as far as the file has it."""
+    done, room = 0, sum(map(len, memory))
     while done < length:
-        got = os.preadv(fd, after(memory, done), offset + done)
+        got = os.preadv(fd, part_of(memory, done, room - done), offset + done)
         if got == 0:
             raise OSError(errno.EIO, f"file ends at {offset + done}, {length - done} bytes early")
         done += got

@@ -58,9 +58,6 @@ class Mover(Protocol):
     def staging(self, layout: RowLayout) -> AbstractContextManager[memoryview]:
         """Host memory for rows on their way, of whole rows and whole pages."""
 
-    def staged(self, rows: memoryview, layout: RowLayout) -> Iterator[memoryview]:
-        """The same rows in memory that `put_rows` takes; a piece is valid until the next."""
-
     def outgoing(self, parts: Iterable[Part], layout: RowLayout) -> Iterator[list[memoryview]]:
         """The rows of parts of slabs in host memory, in order, a few MiB of whole rows at a time;
         valid until the next are asked for."""
@@ -108,10 +105,6 @@ class HostMover:
     def staging(self, layout: RowLayout) -> AbstractContextManager[memoryview]:
         """A piece that all pools of the process share."""
         return staging(layout)
-
-    def staged(self, rows: memoryview, layout: RowLayout) -> Iterator[memoryview]:
-        """As they are."""
-        yield rows
 
     def outgoing(self, parts: Iterable[Part], layout: RowLayout) -> Iterator[list[memoryview]]:
         """Where they lie."""
@@ -182,16 +175,6 @@ class DeviceMover:
             # All are kept, as many as threads used at once: the device may still read this one.
             with self._lock:
                 self._idle.append(piece)
-
-    def staged(self, rows: memoryview, layout: RowLayout) -> Iterator[memoryview]:
-        """Copied piece by piece, the next while the device reads the one before."""
-        at = 0
-        while at < len(rows):
-            with self.staging(layout) as memory:
-                part = memory[: len(rows) - at]
-                part[:] = rows[at : at + len(part)]
-                yield part
-            at += len(part)
 
     def outgoing(self, parts: Iterable[Part], layout: RowLayout) -> Iterator[list[memoryview]]:
         """Copied to staging."""

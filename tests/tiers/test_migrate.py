@@ -120,7 +120,7 @@ class Session:
         for ino in self.layers:
             while store.units.opened[ino]:
                 store.closed(ino)
-            self.bench.warm.end_lease(ino)
+            self.bench.warm.leases.end(ino)
 
     def go_on(self) -> None:
         match self.random.randrange(10):
@@ -308,7 +308,7 @@ def test_who_closes_a_file_that_is_brought_in_for_it_leaves_no_lease(tmpfs: Path
     session.end_leases()
     bench.executor.finish(asked)
     assert asked.completion.result() is not None
-    assert bench.warm.leased == 0
+    assert bench.warm.leases.total == 0
     assert bench.go(session.migration.demote(ino)) > 0
 
 

@@ -238,7 +238,7 @@ def test_what_others_were_told_of_is_not_used_again(directory: Path, is_leased: 
     kept = it.save(SESSION, 10)
     assert it.tier.lease(FILE, kept) if is_leased else it.tier.segments(kept)
     del kept
-    it.tier.end_lease(FILE)
+    it.tier.leases.end(FILE)
     assert it.tier.evict_unit(SESSION) and it.spare == 0
 
 
@@ -550,7 +550,7 @@ class Machine:
 
     def end_lease(self, number: int, size: int) -> None:
         if self.leased:
-            self.tier.end_lease(self.leased.pop(0))
+            self.tier.leases.end(self.leased.pop(0))
 
     def promote(self, number: int, size: int) -> None:
         place = Place(SESSION + number, FILE, 0)

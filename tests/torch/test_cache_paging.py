@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
 from kvfs.torch import HotBudgetError, HotPool, KVFSCache
-from kvfs.torch.source import MAP_ATTRIBUTE
+from kvfs.torch.offers import MAP_ATTRIBUTE
 
 Prompt = Callable[..., torch.Tensor]
 ModelMaker = Callable[..., PreTrainedModel]
@@ -103,7 +103,7 @@ def test_with_room_nothing_is_fetched_twice(
         for turn in range(3):
             fill(model, cache, prompt(5, seed=turn))
         assert cache.counters.fetched_blocks == blocks
-        moved = cache.counters.fetched_bytes_mapped + cache.counters.fetched_bytes_mount
+        moved = cache.counters.fetched_bytes_warm + cache.counters.fetched_bytes_mount
         assert moved == LAYERS * 115 * ROW_BYTES
         assert cache.resident_bytes == pool.used_bytes == LAYERS * -(-130 // BLOCK) * SLAB
 
@@ -195,7 +195,7 @@ def test_bytes_come_mapped_where_the_daemon_offers_it_else_through_the_mount(
         ids = prompt(3, seed=9)
         assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
         counters = cache.counters
-        ways = (counters.fetched_bytes_mapped, counters.fetched_bytes_mount)
+        ways = (counters.fetched_bytes_warm, counters.fetched_bytes_mount)
         assert sum(ways) == LAYERS * 300 * ROW_BYTES
         if offer is None:
             assert ways[0] == 0
@@ -218,13 +218,11 @@ def test_a_session_is_loaded_as_far_as_the_daemon_shows_it(
             os.setxattr(cache.path, "user.kvfs.demote", b"1")
             for layer in set(range(LAYERS)) - set(cold):
                 os.getxattr(cache.path / f"layer.{layer:03d}", MAP_ATTRIBUTE)
-            before = cache.counters.fetched_bytes_mapped, cache.counters.fetched_bytes_mount
+            before = cache.counters.fetched_bytes_warm, cache.counters.fetched_bytes_mount
             cache.load()
             counters = cache.counters
             assert counters.fetched_bytes_mount - before[1] == len(cold) * 300 * ROW_BYTES
-            assert (
-                counters.fetched_bytes_mapped - before[0] == (LAYERS - len(cold)) * 300 * ROW_BYTES
-            )
+            assert counters.fetched_bytes_warm - before[0] == (LAYERS - len(cold)) * 300 * ROW_BYTES
             for ours, theirs in zip(cache.layers, reference.layers, strict=True):
                 assert torch.equal(ours.keys, theirs.keys)
                 assert torch.equal(ours.values, theirs.values)

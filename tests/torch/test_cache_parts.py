@@ -6,8 +6,10 @@ import errno
 import json
 import mmap
 import os
-from itertools import pairwise
+import tempfile
+from itertools import accumulate, pairwise
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -21,9 +23,10 @@ from hypothesis import strategies as st
 from kvfs.torch import mounts
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout
+from kvfs.torch.offers import MAP_ATTRIBUTE, SessionOffer, covers
 from kvfs.torch.ranges import Ranges, after, placed, runs, total, union, without
 from kvfs.torch.slab import HostHeads, HostRows
-from kvfs.torch.source import MAP_ATTRIBUTE, Segment, covers, mapped_rows, opened
+from kvfs.torch.source import opened
 from kvfs.torch.staging import staging
 from kvfs.torch.transfer import HostMover
 
@@ -114,7 +117,7 @@ def test_any_rows_are_read(first: int, last: int, plain_file: SessionFile) -> No
     with opened(plain_file, WIDE, HostMover()) as source:
         pieces = [bytes(rows) for rows in source.rows(first, last)]
         assert source.moved.mount == (last - first) * 200
-        assert not source.mapped
+        assert source.moved.warm == 0
     assert b"".join(pieces) == plain_file.path.read_bytes()[first * 200 : last * 200]
     assert all(len(piece) % 200 == 0 for piece in pieces)
 
@@ -128,30 +131,61 @@ def test_a_file_that_is_too_short_is_an_error(plain_file: SessionFile) -> None:
 
 
 @given(
-    cuts=st.lists(st.integers(1, 999), unique=True, max_size=6).map(sorted),
+    cuts=st.lists(st.integers(1, 9999), unique=True, max_size=6).map(sorted),
     hole=st.integers(0, 6),
-    bounds=st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted),
+    bounds=st.tuples(st.integers(0, 100), st.integers(0, 100)).map(sorted),
+    slabs=st.booleans(),
+    head_dim=st.sampled_from([25, 32]),
 )
-def test_mapped_rows_are_the_bytes_of_the_file_wherever_segments_meet(
-    cuts: list[int], hole: int, bounds: list[int]
+def test_rows_are_those_of_the_file_wherever_segments_meet(
+    cuts: list[int], hole: int, bounds: list[int], slabs: bool, head_dim: int
 ) -> None:
-    content, width = bytes(range(250)) * 4, 25
-    edges = [0, *cuts, 1000]
-    segments = [
-        Segment(at, memoryview(content)[at:end])
-        for number, (at, end) in enumerate(pairwise(edges))
-        if number != hole
-    ]
-    begin, end = bounds[0] * width, bounds[1] * width
-    there = {at for segment in segments for at in range(segment.at, segment.end)}
-    assert covers(segments, begin, end) == (set(range(begin, end)) <= there)
-    if covers(segments, begin, end):
-        pieces = [bytes(piece) for piece in mapped_rows(segments, begin, end, width)]
-        assert b"".join(pieces) == content[begin:end]
-        assert all(len(piece) % width == 0 for piece in pieces)
+    """Where a segment lacks all is read from the file."""
+    layout = RowLayout(kv_heads=1, head_dim=head_dim, dtype=torch.float16)
+    width, (first, last) = layout.row_bytes, bounds
+    content = os.urandom(100 * width)
+    edges = [0, *cuts, len(content)]
+    parts = [pair for number, pair in enumerate(pairwise(edges)) if number != hole]
+    with tempfile.TemporaryDirectory() as name:
+        warm, path = Path(name, "warm"), Path(name, "layer.000")
+        path.write_bytes(content)
+        # Each segment lies elsewhere than the one before, with other bytes between.
+        warm.write_bytes(b"".join(b"-" * 77 + content[at:end] for at, end in parts))
+        places = accumulate((77 + end - at for at, end in parts), initial=77)
+        told = [
+            {"path": str(warm), "offset": offset, "length": end - at, "at": at}
+            for (at, end), offset in zip(parts, places, strict=False)
+        ]
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY)
+        offer = SessionOffer(fd)
+        with patch("kvfs.torch.offers._ask", lambda _: {"files": {path.name: {"segments": told}}}):
+            segments = offer.get().segments(path.name)
+        there = {at for segment in segments for at in range(segment.at, segment.end)}
+        wanted = range(first * width, last * width)
+        assert covers(segments, wanted.start, wanted.stop) == (set(wanted) <= there)
+        with opened(SessionFile(fd, path), layout, HostMover(), offer) as source:
+            if slabs and wanted:
+                tokens = layout.tokens_in(4096)
+                made = [HostMover().rows(page(), layout) for _ in range(0, last - first, tokens)]
+                source.fill(made, tokens, first, last)
+                found = b"".join(bytes(slab.rows(0, tokens)) for slab in made)[: len(wanted)]
+            else:
+                pieces = [bytes(piece) for piece in source.rows(first, last)]
+                assert all(len(piece) % width == 0 for piece in pieces)
+                found = b"".join(pieces)
+            assert found == content[wanted.start : wanted.stop]
+            is_warm = set(wanted) <= there
+            assert source.moved.warm == (len(wanted) if is_warm else 0)
+            assert source.moved.mount == (0 if is_warm else len(wanted))
+        os.close(fd)
 
 
-def test_what_the_daemon_offers_is_mapped(tmp_path: Path) -> None:
+def page() -> torch.Tensor:
+    """Memory as a slab has it."""
+    return HostMover().memory(4096)
+
+
+def test_what_the_daemon_offers_is_read_from_there(tmp_path: Path) -> None:
     """The attribute as the daemon gives it, on a filesystem that stores any attribute."""
     content = os.urandom(30_000)
     layer, warm = tmp_path / "layer.000", tmp_path / "session.kvmap"
@@ -169,11 +203,11 @@ def test_what_the_daemon_offers_is_mapped(tmp_path: Path) -> None:
     file = SessionFile(os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY), layer)
     with opened(file, WIDE, HostMover()) as source:
         assert b"".join(map(bytes, source.rows(7, 150))) == content[1400:30_000]
-        assert (source.moved.mapped, source.moved.mount) == (28_600, 0)
+        assert (source.moved.warm, source.moved.mount) == (28_600, 0)
     warm.unlink()
     with opened(file, WIDE, HostMover()) as source:
         assert b"".join(map(bytes, source.rows(7, 150))) == content[1400:30_000]
-        assert (source.moved.mapped, source.moved.mount) == (0, 28_600)
+        assert (source.moved.warm, source.moved.mount) == (0, 28_600)
 
 
 def test_a_filesystem_without_direct_io_is_read_plainly(

@@ -25,7 +25,7 @@ from kvfs.torch import HotPool, KVFSCache
 from kvfs.torch.files import SessionFile
 from kvfs.torch.layout import RowLayout
 from kvfs.torch.slab import Rows
-from kvfs.torch.source import Segment, opened
+from kvfs.torch.source import opened
 from kvfs.torch.transfer import DeviceMover, HostMover, Mover, Part
 
 Prompt = Callable[..., torch.Tensor]
@@ -53,13 +53,16 @@ def random_rows(layout: RowLayout, count: int) -> memoryview:
 
 
 def filled(see: See, mover: Mover, layout: RowLayout, at: int, rows: memoryview) -> Any:
-    """Zeros, and `rows` from token `at` on, as they come from a mapped segment."""
+    """Zeros, and `rows` from token `at` on, as they come from a file."""
     memory = mover.memory(1 << 16)
     memory.zero_()
     seen = see(memory, layout)
-    for piece in mover.staged(rows, layout):
-        seen.put_rows(at, np.frombuffer(piece, np.uint8) if isinstance(seen, Rows) else piece)
-        at += len(piece) // layout.row_bytes
+    while rows:
+        with mover.staging(layout) as staging:
+            piece = staging[: len(rows)]
+            piece[:], rows = rows[: len(piece)], rows[len(piece) :]
+            seen.put_rows(at, np.frombuffer(piece, np.uint8) if isinstance(seen, Rows) else piece)
+            at += len(piece) // layout.row_bytes
     mover.settle()
     return seen
 
@@ -133,12 +136,13 @@ def test_a_file_is_read_to_staging_that_starts_on_a_page(
         assert np.frombuffer(memory, np.uint8).ctypes.data % mmap.PAGESIZE == 0
     with opened(file, layout, mover) as source:
         assert b"".join(map(bytes, source.rows(3, 97))) == content[600:19_400]
-    # A mapped segment is not pinned, and may not be written to.
-    monkeypatch.setattr("kvfs.torch.source._map_or_nothing", lambda _: [Segment(0, whole)])
-    whole = memoryview(content)
+    warm = tmp_path / "warm"
+    warm.write_bytes(b"-" * 50 + content)
+    part = {"path": str(warm), "offset": 50, "length": 20_000, "at": 0}
+    monkeypatch.setattr("kvfs.torch.offers._ask", lambda _: {"segments": [part]})
     with opened(file, layout, mover) as source:
         pieces = [bytes(rows) for rows in source.rows(3, 97)]
-        assert source.moved.mapped == 18_800
+        assert source.moved.warm == 18_800
     assert b"".join(pieces) == content[600:19_400]
 
 
