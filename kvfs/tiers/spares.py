@@ -24,8 +24,8 @@ from kvfs.tiers.mapping import make_span
 # Sizes are multiples of a large page; less than one is not worth a file.
 UNIT = 2 * 1024 * 1024
 _CAP_SHARE = 8  # of the limit: one part in so many is the most that waits
-_FLOOR_SHARE = 32
-_FLOOR_MAX = 128 * 1024 * 1024
+_FLOOR_SHARE = 16
+_FLOOR_MAX = 512 * 1024 * 1024
 _STOCK_SIZE = 16 * 1024 * 1024
 _IDLE_SECONDS = 60.0
 

@@ -132,18 +132,18 @@ def test_the_oldest_are_given_back_first_and_in_part(directory: Path) -> None:
 def test_what_nobody_takes_is_given_back_to_the_floor(directory: Path) -> None:
     now = [0.0]
     waiting = Spares(directory, 128 * MIB, InlineExecutor(), lambda: now[0])
-    assert waiting.lacks == 4 * MIB
-    old = made(waiting, 4 * MIB)
+    assert waiting.lacks == 8 * MIB
+    old = made(waiting, 6 * MIB)
     now[0] = 50.0
-    made(waiting, 6 * MIB)
+    made(waiting, 10 * MIB)
     waiting.give_back_idle()
-    assert waiting.held == 10 * MIB
+    assert waiting.held == 16 * MIB
     now[0] = 61.0
     waiting.give_back_idle()
-    assert not old.exists() and waiting.held == 6 * MIB
+    assert not old.exists() and waiting.held == 10 * MIB
     now[0] = 120.0
     waiting.give_back_idle()
-    assert waiting.held == 4 * MIB and waiting.lacks == 0
+    assert waiting.held == 8 * MIB and waiting.lacks == 0
 
 
 def test_one_that_is_set_aside_is_nobodys(directory: Path) -> None:
@@ -416,14 +416,14 @@ def test_some_memory_is_made_ready_while_nobody_takes_any(directory: Path) -> No
     it.tier.tick()
     assert it.spare == 0, "somebody writes"
     it.tier.tick()
-    assert it.spare == 32 * MIB
+    assert it.spare == 64 * MIB
     before = {path.stat().st_ino for path in (directory / "spare").iterdir()}
     it.save(SESSION, 6)
     assert it.inodes & before
     it.tier.limit = it.tier.usage().taken * 2 - 1
     it.tier.tick()
     it.tier.tick()
-    assert it.spare == 16 * MIB, "there is little room"
+    assert it.spare == 48 * MIB, "there is little room"
 
 
 def test_an_extent_across_two_files_is_put_together(directory: Path) -> None:
