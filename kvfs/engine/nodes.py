@@ -21,6 +21,7 @@ from kvfs.engine.pins import Pins
 FILE_SIZE_MAX = 1 << 62
 _TIME_NS_MIN, _TIME_NS_MAX = -(1 << 63), (1 << 63) - 1  # the years 1677 to 2262
 _IDLE_LOOKED_AT = 8
+_KEPT_MIN = 12
 
 Place = tuple[int, int]  # extent id, bytes skipped at its start
 T = TypeVar("T")
@@ -185,10 +186,11 @@ class Nodes:
             step.close()
 
     def trim(self, contents: int) -> None:
-        """Forget idle nodes while there are too many, `contents` parts included."""
+        """Forget idle nodes while there are too many, `contents` parts included. The last used
+        stay: somebody is about to look at them."""
         looked_at = 0
         while len(self._nodes) + contents > self._limit and looked_at < _IDLE_LOOKED_AT:
-            if self._keeps or not self._nodes:
+            if self._keeps or len(self._nodes) <= _KEPT_MIN:
                 return
             ino, node = next(iter(self._nodes.items()))
             if ino in self._touched or not node.is_idle:
