@@ -203,8 +203,9 @@ class Promotion:
         for stretch in stretches:
             unit = stretch.place.unit
             sizes[unit] += round_up(stretch.size, alignment(unit))
+        is_guess = self.urgency == Urgency.BACKGROUND
         for unit, size in sizes.items():
-            yield from self.warm.make_ready(unit, size)
+            yield from self.warm.make_ready(unit, size, is_guess=is_guess)
         for stretch in stretches:
             stretch.filling = yield from self.warm.reserve(stretch.place, round_up(stretch.size))
 

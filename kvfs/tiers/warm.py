@@ -449,11 +449,11 @@ class WarmTier:
 
     # -- what is brought in from the ring
 
-    def make_ready(self, unit: int, size: int) -> Step[None]:
+    def make_ready(self, unit: int, size: int, *, is_guess: bool = False) -> Step[None]:
         """Have memory for so many bytes of a session made ready at once, in a thread: in large
-        pages, where there are any."""
+        pages, where there are any. A guess can wait, and leaves spares to who writes."""
         size = min(size, self._file_max(unit))
-        kvmap = self._file_for(self._current.get(unit), unit, size)
+        kvmap = self._file_for(self._current.get(unit), unit, size, may_be_spare=not is_guess)
         if kvmap is None or kvmap.room >= size:
             return
         if kvmap.tail:
@@ -596,15 +596,18 @@ class WarmTier:
             return None
         return kvmap
 
-    def _file_for(self, kvmap: Kvmap | None, unit: int, size: int) -> Kvmap | None:
+    def _file_for(
+        self, kvmap: Kvmap | None, unit: int, size: int, *, may_be_spare: bool = True
+    ) -> Kvmap | None:
         """The file of a session that so many bytes go to: the one that it has, if there is
         one that may grow so far, or the next one."""
         if kvmap is not None and kvmap.room >= size:
             return kvmap
         try:
-            reused = self._reuse(unit, size) if self._wants_spare(kvmap, unit, size) else None
-            if reused is not None:
-                return reused
+            if may_be_spare and self._wants_spare(kvmap, unit, size):
+                reused = self._reuse(unit, size)
+                if reused is not None:
+                    return reused
             if kvmap is not None and not self._is_full(kvmap, size):
                 return kvmap
             return self._create(unit) if self.make_room(SIZE_MIN) else None

@@ -308,6 +308,17 @@ def test_memory_that_a_thread_still_makes_is_not_used_again(directory: Path) -> 
     assert tier.usage().spare == 0
 
 
+def test_a_guess_leaves_spares_to_who_writes(directory: Path) -> None:
+    it = Tier(directory)
+    it.save(SESSION, 10)
+    it.tier.evict_unit(SESSION)
+    spare = it.spare
+    assert spare
+    assert InlineExecutor().spawn(it.tier.make_ready(OTHER, 6 * MIB, is_guess=True)).done
+    assert it.spare == spare
+    assert it.tier.usage().taken > 6 * MIB
+
+
 def test_spares_give_way_to_tables(directory: Path) -> None:
     it = Tier(directory)
     it.save(SESSION, 10)
