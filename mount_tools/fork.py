@@ -27,6 +27,8 @@ def fork(
     mount, path = locate(session)
     if path == mount.mountpoint or not path.is_dir():
         raise CommandError(f"{session} is not a session: name a directory below {mount.mountpoint}")
+    if name in ("", ".", "..") or "/" in name:
+        raise CommandError(f"{name!r} is not a name: the copy lies beside {path.name}, without a /")
     try:
         os.setxattr(path, "user.kvfs.fork", os.fsencode(name))
     except FileExistsError:

@@ -60,8 +60,9 @@ def run(command: typer.Typer, name: str) -> int:
     try:
         return int(command(standalone_mode=False) or 0)
     except _UsageError as failure:
-        warn(f"{failure.format_message()} (see {name} --help)")
         context: typer.Context | None = failure.ctx
+        command_line = context.command_path if context else name
+        warn(f"{failure.format_message()} (see {command_line} --help)")
         is_fsck = context is not None and context.info_name == "fsck"
         return fsck.Status.USAGE if is_fsck else 2
     except (CommandError, DeviceError) as failure:

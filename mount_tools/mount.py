@@ -58,7 +58,9 @@ def mount(
     warm_dir: Annotated[
         Path,
         typer.Option(
-            parser=parse_path, metavar="DIR", help="A tmpfs: keeps what the ring lacks yet."
+            parser=parse_path,
+            metavar="DIR",
+            help="A tmpfs for the warm tier; keeps what the ring lacks yet.",
         ),
     ] = Path("/dev/shm"),
     warm: Annotated[
@@ -66,7 +68,8 @@ def mount(
         typer.Option(
             parser=parse_size,
             metavar="SIZE",
-            help="Memory for that, at most. [default: half of what the tmpfs has free]",
+            help="Memory for the warm tier, at most. [default: a quarter of the machine's, "
+            "16 GiB, or what the tmpfs has free, whichever is least]",
             show_default=False,
         ),
     ] = None,
@@ -110,7 +113,8 @@ def mount(
         bool,
         typer.Option(
             "--reclaim/--no-reclaim",
-            help="When it is full, the units that were unused for the longest time go.",
+            help="When it is full, what was unused for the longest time goes (by the profile's "
+            "policy); or writes fail with ENOSPC.",
         ),
     ] = True,
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import logging
+import time
 from dataclasses import dataclass
 
 from kvfs.engine.buffer import Buffer
@@ -12,9 +14,12 @@ from kvfs.engine.reclaim import Reclaimer
 from kvfs.engine.space import Purpose, Space
 from kvfs.engine.writer import Writer
 
+log = logging.getLogger(__name__)
+
 _DIRTY_SECONDS = 5.0
 _DIRTY_MIN = 64 * 1024 * 1024
 _ROUNDS_MAX = 200  # of making room, which others may take first
+_TOLD_SECONDS = 60  # the log is told of a full tmpfs once in so long
 _RECLAIM_SHARE = 64  # one part of the ring in so many is made free at once
 
 
@@ -24,6 +29,7 @@ class Admission:
     space: Space
     buffer: Buffer
     reclaimer: Reclaimer
+    _told: float = float("-inf")
 
     def admit(self, charge: int, changed: int, length: int, purpose: Purpose) -> Step[None]:
         """Wait until there is room for an operation that may take `charge` bytes of the ring in
@@ -32,11 +38,18 @@ class Admission:
         writer = self.writer
         while writer.unsaved + length > self._unsaved_max() or not self.buffer.has_room(charge):
             if writer.is_idle:
+                self._tell_of_full_tmpfs()
                 raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
             yield from writer.relieve()
         wanted = charge + writer.index.grows_by(changed)
         if not self.space.has_room(wanted, writer.promised, purpose):
             yield from self._make_space(wanted, purpose)
+
+    def _tell_of_full_tmpfs(self) -> None:
+        now = time.monotonic()
+        if now - self._told >= _TOLD_SECONDS:
+            self._told = now
+            log.error("the operation log has no room, writes fail with ENOSPC: is the tmpfs full?")
 
     def _unsaved_max(self) -> int:
         """Dirty bytes are bounded by what the device takes in 5 s."""
