@@ -92,19 +92,42 @@ def _unset(store: Store, ino: int, name: bytes) -> Step[bytes | None]:
 def read_map(migration: Migration, ino: int) -> Step[bytes]:
     """JSON for who maps a file's bytes: version, size, and segments with path, offset, length,
     and the offset in the file that they are from; of a directory the same of each file in it that
-    is in warm memory, by their names. Raises ENODATA when it cannot be had."""
+    is in warm memory, by their names, with paths by number. Raises ENODATA if it cannot be had."""
     if (yield from migration.store.node(ino)).is_directory:
-        shown = yield from migration.map_all(ino)
-        document = {"files": {os.fsdecode(name): _map_of(file) for name, file in shown.items()}}
+        document = _map_of_all((yield from migration.map_all(ino)))
     else:
         mapped = yield from migration.map(ino)
         if mapped is None:
             raise error(errno.ENODATA)
         document = _map_of(mapped)
-    value = json.dumps(document).encode()
+    value = json.dumps(document, separators=(",", ":")).encode()
     if len(value) > _XATTR_MAX:
         raise error(errno.ENODATA)
     return value
+
+
+def _map_of_all(files: dict[bytes, Mapped]) -> dict[str, Any]:
+    """So short that a session of some thousand segments fits in an attribute."""
+    paths: dict[str, int] = {}
+    return {
+        "files": {
+            os.fsdecode(name): {
+                "version": mapped.version,
+                "size": mapped.size,
+                "segments": [
+                    (
+                        paths.setdefault(os.fspath(one.path), len(paths)),
+                        one.offset,
+                        one.length,
+                        one.at,
+                    )
+                    for one in mapped.segments
+                ],
+            }
+            for name, mapped in files.items()
+        },
+        "paths": list(paths),
+    }
 
 
 def _map_of(mapped: Mapped) -> dict[str, Any]:

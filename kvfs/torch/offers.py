@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 MAP_ATTRIBUTE = "user.kvfs.map"
 _XATTR_SIZE_MAX = 65536
 # Not offered, not for us, or not what a daemon says: the mount has the same bytes.
-_NO_OFFER = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_NO_OFFER = (OSError, ValueError, LookupError, TypeError, AttributeError)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fgetxattr.restype = ctypes.c_ssize_t
@@ -37,6 +37,7 @@ class Segment:
 
 
 Segments = list[Segment]
+_Told = tuple[str, int, int, int]  # path, offset, length, at
 
 
 def covers(segments: Segments, begin: int, end: int) -> bool:
@@ -51,7 +52,7 @@ class Offer:
     """Parts of layer files by name. The warm files stay open as long as it lives: what they
     hold there does not change, also when the daemon gives them up."""
 
-    def __init__(self, told: Mapping[str, list[dict[str, Any]]]) -> None:
+    def __init__(self, told: Mapping[str, Iterable[_Told]]) -> None:
         """`told` by the daemon, for each layer file. What was given up since is left out."""
         self._fds: dict[str, int] = {}
         weakref.finalize(self, _close, self._fds)
@@ -62,28 +63,36 @@ class Offer:
         """Of an open layer file; nothing if nothing is offered. The daemon brings it to warm
         memory, and keeps it there while the file is open."""
         try:
-            return cls({name: _ask(fd)["segments"]})
+            told = _ask(fd)["segments"]
+            return cls({name: [(p["path"], p["offset"], p["length"], p["at"]) for p in told]})
         except _NO_OFFER:
             return cls({})
 
     @classmethod
-    def of_session(cls, directory: int) -> Offer:
-        """Of all layer files of a session that are in warm memory now."""
+    def of_session(cls, directory: int) -> Offer | None:
+        """Of all layer files of a session that are in warm memory now. None if that cannot be
+        said at once."""
         try:
-            return cls({name: file["segments"] for name, file in _ask(directory)["files"].items()})
+            told = _ask(directory)
+            paths: list[str] = told["paths"]
+            return cls(
+                {
+                    name: [(paths[number], *where) for number, *where in file["segments"]]
+                    for name, file in told["files"].items()
+                }
+            )
         except _NO_OFFER:
-            return cls({})
+            return None
 
     def segments(self, name: str) -> Segments:
         """What is offered of a layer file, in file order."""
         return self._files.get(name, [])
 
-    def _segments(self, told: list[dict[str, Any]]) -> Segments:
+    def _segments(self, told: Iterable[_Told]) -> Segments:
         segments = []
-        for part in told:
-            at, length, offset = int(part["at"]), int(part["length"]), int(part["offset"])
+        for path, offset, length, at in told:
             with suppress(FileNotFoundError):
-                segments.append(Segment(at, at + length, self._open(part["path"]), offset))
+                segments.append(Segment(at, at + length, self._open(path), offset))
         return segments
 
     def _open(self, path: str) -> int:
@@ -103,13 +112,15 @@ class SessionOffer:
         """Of the session with this descriptor."""
         self._directory = directory
         self._lock = threading.Lock()
+        self._was_asked_for = False
         self._offer: Offer | None = None
 
-    def get(self) -> Offer:
-        """It, asked for with the first call."""
+    def get(self) -> Offer | None:
+        """It, asked for with the first call; None when each file has to be asked for."""
         with self._lock:
-            if self._offer is None:
+            if not self._was_asked_for:
                 self._offer = Offer.of_session(self._directory)
+                self._was_asked_for = True
             return self._offer
 
 

@@ -142,15 +142,13 @@ def opened(
     """The layer's rows, from warm memory where the daemon offers that; OSError if it cannot be
     opened.
 
-    `offer` is of the whole session; without it the file is opened, and the daemon asked to
-    bring it to warm memory.
+    `offer` is of the whole session; without an answer to that the file is opened, and the daemon
+    asked to bring it to warm memory.
     """
     source = LayerSource(file, layout, mover)
     try:
-        if offer is None:
-            source.use(Offer.of_file(source.descriptor(), file.path.name))
-        else:
-            source.use(offer.get())
+        given = None if offer is None else offer.get()
+        source.use(given or Offer.of_file(source.descriptor(), file.path.name))
         yield source
     finally:
         source.close()

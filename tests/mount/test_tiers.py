@@ -46,6 +46,21 @@ def map_of(fd: int | Path) -> dict[str, Any]:
     return answer
 
 
+def map_of_all(directory: Path) -> dict[str, dict[str, Any]]:
+    """Of the files of a directory, each as `map_of` gives it."""
+    answer = map_of(directory)
+    return {
+        name: file
+        | {
+            "segments": [
+                {"path": answer["paths"][number], "offset": offset, "length": length, "at": at}
+                for number, offset, length, at in file["segments"]
+            ]
+        }
+        for name, file in answer["files"].items()
+    }
+
+
 def mapped(answer: dict[str, Any]) -> bytes:
     """The bytes of a file as its warm segments have them."""
     found = bytearray(answer["size"])
@@ -367,24 +382,24 @@ def test_a_hole_is_not_mapped(kv_mount: Path) -> None:
         file.truncate(MIB)
     with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
         map_of(session / "sparse")
-    assert "sparse" not in map_of(session)["files"]
+    assert "sparse" not in map_of_all(session)
 
 
 def test_a_directory_shows_what_of_its_files_is_warm(kv_mount: Path) -> None:
     """One answer for a whole session; it brings nothing in."""
     session = make_session(kv_mount)
     (session / "below").mkdir()
-    files = map_of(session)["files"]
+    files = map_of_all(session)
     assert sorted(files) == [f"layer.{number:03d}" for number in range(4)]
     for number in range(4):
         name = f"layer.{number:03d}"
         assert files[name] == map_of(session / name)
         assert mapped(files[name]) == content("agent", number)
     demote(session)
-    assert map_of(session)["files"] == {}
+    assert map_of_all(session) == {}
     assert tier(session) == "cold"
     wait_until(lambda: map_of(session / "layer.002"))
-    (name,) = map_of(session)["files"]
+    (name,) = map_of_all(session)
     assert name == "layer.002"
 
 
@@ -392,7 +407,7 @@ def test_what_a_directory_shows_may_go_and_stays_as_it_was_for_who_mapped_it(
     kv_mount: Path,
 ) -> None:
     session = make_session(kv_mount)
-    segments = map_of(session)["files"]["layer.003"]["segments"]
+    segments = map_of_all(session)["layer.003"]["segments"]
     stats = json.loads((kv_mount / ".kvfs" / "stats.json").read_text())["warm"]
     assert 4 * MIB <= stats["leased"] <= stats["taken"]
     parts = []
@@ -410,12 +425,28 @@ def test_what_a_directory_shows_may_go_and_stays_as_it_was_for_who_mapped_it(
     assert b"".join(parts) == content("agent", 3)
 
 
+def test_a_session_of_many_turns_is_shown_whole(kv_mount: Path) -> None:
+    """Each turn appends a little to each layer, and sees it in the ring."""
+    session = kv_mount / "agent"
+    session.mkdir()
+    expected: dict[str, bytes] = {f"layer.{number:03d}": b"" for number in range(32)}
+    for _ in range(50):
+        for name in expected:
+            with open(session / name, "ab", buffering=0) as file:
+                file.write(part := os.urandom(3000))
+            expected[name] += part
+        fd = os.open(session / name, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+    assert {name: mapped(file) for name, file in map_of_all(session).items()} == expected
+
+
 def test_a_directory_of_too_many_files_shows_none(kv_mount: Path) -> None:
     pool = kv_mount / "pool"
     pool.mkdir()
     for number in range(1025):
         (pool / f"{number}").touch()
-    assert map_of(pool) == {"files": {}}
+    assert map_of_all(pool) == {}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs another user")

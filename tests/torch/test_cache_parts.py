@@ -9,6 +9,7 @@ import os
 import tempfile
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -152,14 +153,14 @@ def test_rows_are_those_of_the_file_wherever_segments_meet(
         # Each segment lies elsewhere than the one before, with other bytes between.
         warm.write_bytes(b"".join(b"-" * 77 + content[at:end] for at, end in parts))
         places = accumulate((77 + end - at for at, end in parts), initial=77)
-        told = [
-            {"path": str(warm), "offset": offset, "length": end - at, "at": at}
-            for (at, end), offset in zip(parts, places, strict=False)
-        ]
+        told = [(0, offset, end - at, at) for (at, end), offset in zip(parts, places, strict=False)]
+        answer = {"files": {path.name: {"segments": told}}, "paths": [str(warm)]}
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY)
         offer = SessionOffer(fd)
-        with patch("kvfs.torch.offers._ask", lambda _: {"files": {path.name: {"segments": told}}}):
-            segments = offer.get().segments(path.name)
+        with patch("kvfs.torch.offers._ask", lambda _: answer):
+            given = offer.get()
+        assert given is not None
+        segments = given.segments(path.name)
         there = {at for segment in segments for at in range(segment.at, segment.end)}
         wanted = range(first * width, last * width)
         assert covers(segments, wanted.start, wanted.stop) == (set(wanted) <= there)
@@ -178,6 +179,29 @@ def test_rows_are_those_of_the_file_wherever_segments_meet(
             assert source.moved.warm == (len(wanted) if is_warm else 0)
             assert source.moved.mount == (0 if is_warm else len(wanted))
         os.close(fd)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {},
+        [],
+        {"files": {}},
+        {"files": {"layer.000": {}}, "paths": []},
+        {"files": {"layer.000": {"segments": [[0, 0, 20_000, 0]]}}, "paths": []},
+        {"files": {"layer.000": {"segments": [[0, 0, 20_000]]}}, "paths": ["/nowhere"]},
+    ],
+)
+def test_an_answer_that_is_none_is_as_if_none_was_given(
+    answer: Any, plain_file: SessionFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then each file is asked for, and here that is refused too."""
+    monkeypatch.setattr("kvfs.torch.offers._ask", lambda _: answer)
+    offer = SessionOffer(plain_file.directory)
+    assert offer.get() is None
+    with opened(plain_file, WIDE, HostMover(), offer) as source:
+        assert b"".join(map(bytes, source.rows(3, 97))) == plain_file.path.read_bytes()[600:19_400]
+        assert (source.moved.warm, source.moved.mount) == (0, 18_800)
 
 
 def page() -> torch.Tensor:
