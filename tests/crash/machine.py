@@ -368,7 +368,8 @@ class CrashMachine(RuleBasedStateMachine):
             return
         self.time_passes(400, seed)
         ino = self.tree.nodes[named[0]].entries[named[1]]
-        if self.run(self.store.node(ino), seed).inode.name != named[1]:
+        inode = self.run(self.store.node(ino), seed).inode
+        if (inode.parent, inode.name) != named:
             return  # a hard link: it is reclaimed by its newest name
         units = self.store.units
         is_pool = self.tree.nodes[ino].is_directory and not self.run(units.is_session(ino), seed)
