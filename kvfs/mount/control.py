@@ -95,6 +95,8 @@ def read_map(migration: Migration, ino: int) -> Step[bytes]:
     is in warm memory, by their names. Raises ENODATA when it cannot be had."""
     if (yield from migration.store.node(ino)).is_directory:
         shown = yield from migration.map_all(ino)
+        if shown is None:
+            raise error(errno.ENODATA)
         document = {"files": {os.fsdecode(name): _map_of(file) for name, file in shown.items()}}
     else:
         mapped = yield from migration.map(ino)

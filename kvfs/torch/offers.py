@@ -7,6 +7,7 @@ copies out of a mapping, and makes no page tables for what is used once.
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import threading
@@ -67,11 +68,14 @@ class Offer:
             return cls({})
 
     @classmethod
-    def of_session(cls, directory: int) -> Offer:
-        """Of all layer files of a session that are in warm memory now."""
+    def of_session(cls, directory: int) -> Offer | None:
+        """Of all layer files of a session that are in warm memory now; None when one answer does
+        not hold them."""
         try:
             return cls({name: file["segments"] for name, file in _ask(directory)["files"].items()})
-        except _NO_OFFER:
+        except _NO_OFFER as refusal:
+            if isinstance(refusal, OSError) and refusal.errno == errno.ENODATA:
+                return None
             return cls({})
 
     def segments(self, name: str) -> Segments:
@@ -103,13 +107,15 @@ class SessionOffer:
         """Of the session with this descriptor."""
         self._directory = directory
         self._lock = threading.Lock()
+        self._was_asked = False
         self._offer: Offer | None = None
 
-    def get(self) -> Offer:
-        """It, asked for with the first call."""
+    def get(self) -> Offer | None:
+        """It, asked for with the first call; None when each file has to be asked for."""
         with self._lock:
-            if self._offer is None:
+            if not self._was_asked:
                 self._offer = Offer.of_session(self._directory)
+                self._was_asked = True
             return self._offer
 
 

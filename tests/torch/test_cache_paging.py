@@ -228,6 +228,20 @@ def test_a_session_is_loaded_as_far_as_the_daemon_shows_it(
                 assert torch.equal(ours.values, theirs.values)
 
 
+def test_a_session_that_does_not_fit_in_one_answer_is_warm_all_the_same(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
+        fill(model, cache, prompt(100))
+        cache.sync()
+        for number in range(1100):  # as those of other ranks are
+            (cache.path / f"layer.{number:03d}.r1").touch()
+        cache.release()
+        cache.load()
+        ways = cache.counters.fetched_bytes_warm, cache.counters.fetched_bytes_mount
+        assert ways == (LAYERS * 100 * ROW_BYTES, 0)
+
+
 @pytest.mark.parametrize("changed", ["grown", "cut"])
 def test_what_was_asked_for_before_a_change_gives_nothing_old(
     changed: str, kv_directory: Path, model: PreTrainedModel, prompt: Prompt
