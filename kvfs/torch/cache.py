@@ -489,6 +489,9 @@ class KVFSCache(Cache):
                 self.pool.press(wanted)
             elif places := self._make_room() or self._make_room_at_any_price():
                 self.pool.give(places)
+            elif any(fetch is not None for fetch in self._fetches):
+                # What is on its way has slabs that cannot be given back before it is there.
+                self._drain()
             elif asked < _TRIES:
                 # Another session that is being brought in was faster.
                 asked += 1

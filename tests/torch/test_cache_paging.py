@@ -261,6 +261,20 @@ def test_what_was_asked_for_before_a_change_gives_nothing_old(
             cache.prefetch_all()
 
 
+def test_a_forward_waits_for_slabs_that_are_on_their_way(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    """All of the budget may be: then nothing can be given back yet."""
+    pool = HotPool(budget_of(80, slabs=0), slab_bytes=SLAB)
+    with KVFSCache.open(kv_directory, "agent", model, pool=pool) as cache:
+        fill(model, cache, prompt(64))
+        for turn in range(15):
+            cache.release()
+            os.setxattr(cache.path, "user.kvfs.demote", b"1")
+            cache.prefetch_all()
+            fill(model, cache, prompt(1, seed=turn))
+
+
 @pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 7}])
 def test_generation_that_looks_ahead_under_a_small_budget(
     option: dict[str, Any], kv_directory: Path, model: PreTrainedModel, prompt: Prompt
