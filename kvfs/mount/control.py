@@ -94,7 +94,10 @@ def read_map(migration: Migration, ino: int) -> Step[bytes]:
     and the offset in the file that they are from; of a directory the same of each file in it that
     is in warm memory, by their names, with paths by number. Raises ENODATA if it cannot be had."""
     if (yield from migration.store.node(ino)).is_directory:
-        document = _map_of_all((yield from migration.map_all(ino)))
+        shown = yield from migration.map_all(ino)
+        if shown is None:
+            raise error(errno.ENODATA)
+        document = _map_of_all(shown)
     else:
         mapped = yield from migration.map(ino)
         if mapped is None:

@@ -179,11 +179,12 @@ class Migration:
             mapped = yield from settled(lambda: self._mapped(ino))
         return mapped
 
-    def map_all(self, directory: int) -> Step[dict[bytes, Mapped]]:
-        """Where the files in a directory lie that are here now, for who copies them at once."""
+    def map_all(self, directory: int) -> Step[dict[bytes, Mapped] | None]:
+        """Where the files in a directory lie that are here now, for who copies them at once. None
+        when there are too many."""
         entries = yield from self.store.list_directory(directory, 0, _SHOWN_MAX + 1)
         if len(entries) > _SHOWN_MAX:
-            return {}
+            return None
         yield from self.store.load(entry.ino for _, entry in entries)
         found: dict[bytes, tuple[Inode, list[Kept]]] = {}
         for _, entry in entries:

@@ -276,10 +276,12 @@ class WarmTier:
         # No thread may come to remove what leaves.
         for path in (*self._leaving, *(kvmap.path for kvmap in self._kvmaps.values())):
             path.unlink(missing_ok=True)
-            with suppress(OSError):
-                path.parent.rmdir()
         # Last: what a thread finds no longer cannot become one.
         self._spares.close()
+        # Also what a process left that was killed: the file goes before its directory does.
+        for parent in self.directory.glob("*/"):
+            with suppress(OSError):
+                parent.rmdir()
         self._kvmaps.clear()
         self._current.clear()
         self._growing.clear()

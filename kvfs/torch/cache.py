@@ -89,6 +89,7 @@ class KVFSCache(Cache):
         self._incoming: array[int] = array("i")
         self._kept: _Kept | None = None
         self._fetches: list[Future[None] | None] = [None] * fingerprint.layers
+        self._earlier: list[Future[None]] = []
         self._retirements: list[Future[None]] = []
         self._spaces: list[Workspace] = []
         self._held: Ids | None = None
@@ -489,6 +490,9 @@ class KVFSCache(Cache):
                 self.pool.press(wanted)
             elif places := self._make_room() or self._make_room_at_any_price():
                 self.pool.give(places)
+            elif any(fetch is not None for fetch in self._fetches):
+                # What is on its way has slabs that cannot be given back before it is there.
+                self._drain()
             elif asked < _TRIES:
                 # Another session that is being brought in was faster.
                 asked += 1
@@ -580,6 +584,9 @@ class KVFSCache(Cache):
     def _submit(self, layer_idx: int, fetch: Callable[[], None]) -> None:
         """Fetch in the background, after what is being fetched for that layer already."""
         before = self._fetches[layer_idx]
+        self._earlier = [fetch for fetch in self._earlier if not fetch.done()]
+        if before is not None:
+            self._earlier.append(before)
 
         def run() -> None:
             if before is not None:
@@ -600,10 +607,13 @@ class KVFSCache(Cache):
 
     def _drain(self) -> None:
         """Until nothing is done in the background; what failed there will fail again."""
-        fetches = [fetch for fetch in self._fetches if fetch is not None and not fetch.cancel()]
-        wait([*fetches, *self._retirements])
+        # The latest first: who waits for an earlier one is gone, or runs, when that is cancelled.
+        fetches = [fetch for fetch in self._fetches if fetch is not None]
+        fetches += reversed(self._earlier)
+        wait([*(fetch for fetch in fetches if not fetch.cancel()), *self._retirements])
         self.pool.mover.join()
         self._fetches = [None] * len(self.layers)
+        self._earlier = []
         self._retirements = []
 
     def _tell_the_cost(self) -> None:

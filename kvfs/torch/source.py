@@ -137,18 +137,18 @@ class LayerSource:
 
 @contextmanager
 def opened(
-    file: LayerFile, layout: RowLayout, mover: Mover, offer: SessionOffer | None = None
+    file: LayerFile, layout: RowLayout, mover: Mover, session: SessionOffer | None = None
 ) -> Iterator[LayerSource]:
     """The layer's rows, from warm memory where the daemon offers that; OSError if it cannot be
     opened.
 
-    `offer` is of the whole session; without an answer to that the file is opened, and the daemon
-    asked to bring it to warm memory.
+    `session` is what is offered of all files at once; without it, or when that is too much for
+    one answer, the file is opened, and the daemon asked to bring it to warm memory.
     """
     source = LayerSource(file, layout, mover)
     try:
-        given = None if offer is None else offer.get()
-        source.use(given or Offer.of_file(source.descriptor(), file.path.name))
+        offer = None if session is None else session.get()
+        source.use(offer or Offer.of_file(source.descriptor(), file.path.name))
         yield source
     finally:
         source.close()

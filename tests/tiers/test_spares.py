@@ -359,6 +359,13 @@ def test_an_end_leaves_none(directory: Path, keep: bool) -> None:
     assert not (directory / "spare").exists(), "also a thread, or a tick, that comes late"
 
 
+def test_an_end_leaves_no_directory_that_was_emptied_before_a_kill(directory: Path) -> None:
+    (directory / "7").mkdir(parents=True)
+    tier, _ = opened(directory)
+    tier.close(keep=False)
+    assert not directory.exists()
+
+
 @pytest.mark.parametrize("first", ["thread", "close"])
 def test_an_end_leaves_none_of_what_threads_were_to_make(directory: Path, first: str) -> None:
     threads = Threads()

@@ -228,6 +228,20 @@ def test_a_session_is_loaded_as_far_as_the_daemon_shows_it(
                 assert torch.equal(ours.values, theirs.values)
 
 
+def test_a_session_that_does_not_fit_in_one_answer_is_warm_all_the_same(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
+        fill(model, cache, prompt(100))
+        cache.sync()
+        for number in range(1100):  # as those of other ranks are
+            (cache.path / f"layer.{number:03d}.r1").touch()
+        cache.release()
+        cache.load()
+        ways = cache.counters.fetched_bytes_warm, cache.counters.fetched_bytes_mount
+        assert ways == (LAYERS * 100 * ROW_BYTES, 0)
+
+
 @pytest.mark.parametrize("changed", ["grown", "cut"])
 def test_what_was_asked_for_before_a_change_gives_nothing_old(
     changed: str, kv_directory: Path, model: PreTrainedModel, prompt: Prompt
@@ -245,6 +259,40 @@ def test_what_was_asked_for_before_a_change_gives_nothing_old(
             ids = prompt(45, seed=turn)
             assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
             cache.prefetch_all()
+
+
+def test_a_cut_waits_for_what_was_asked_for_twice(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    reference = DynamicCache()
+    with KVFSCache.open(kv_directory, "agent", model) as cache:
+        for one in (cache, reference):
+            fill(model, one, prompt(900))
+        for turn in range(8):
+            cache.release()
+            os.setxattr(cache.path, "user.kvfs.demote", b"1")
+            cache.prefetch_all()
+            cache.prefetch_all()
+            for one in (cache, reference):
+                one.crop(-300)
+                fill(model, one, prompt(300, seed=turn))
+            cache.load()
+            for ours, theirs in zip(cache.layers, reference.layers, strict=True):
+                assert torch.equal(ours.keys, theirs.keys)
+
+
+def test_a_forward_waits_for_slabs_that_are_on_their_way(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    """All of the budget may be: then nothing can be given back yet."""
+    pool = HotPool(budget_of(80, slabs=0), slab_bytes=SLAB)
+    with KVFSCache.open(kv_directory, "agent", model, pool=pool) as cache:
+        fill(model, cache, prompt(64))
+        for turn in range(15):
+            cache.release()
+            os.setxattr(cache.path, "user.kvfs.demote", b"1")
+            cache.prefetch_all()
+            fill(model, cache, prompt(1, seed=turn))
 
 
 @pytest.mark.parametrize("option", [{"prompt_lookup_num_tokens": 4}, {"prefill_chunk_size": 7}])
