@@ -200,14 +200,22 @@ def test_a_cut_that_fails_is_made_before_the_next_write(
         assert cache.tokens == prompt(10)[0, :6].tolist()
 
 
+@pytest.mark.parametrize("asked", [1, 2])
 def test_a_crop_waits_for_a_read_that_runs(
-    kv_directory: Path, model: PreTrainedModel, prompt: Prompt, monkeypatch: pytest.MonkeyPatch
+    asked: int,
+    kv_directory: Path,
+    model: PreTrainedModel,
+    prompt: Prompt,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    real, started = SessionFile.open_direct, threading.Event()
+    """Also when the layer was asked for again, and that has not begun."""
+    monkeypatch.setattr("kvfs.torch.cache._WORKERS", 1)
+    real, started, ended = SessionFile.open_direct, threading.Event(), threading.Event()
 
     def slow(self: SessionFile) -> int:
         started.set()
         time.sleep(0.05)
+        ended.set()
         return real(self)
 
     reference = DynamicCache()
@@ -216,10 +224,12 @@ def test_a_crop_waits_for_a_read_that_runs(
             fill(model, one, prompt(30))
         cache.release()
         monkeypatch.setattr(SessionFile, "open_direct", slow)
-        cache.prefetch(2)
+        for _ in range(asked):
+            cache.prefetch(2)
         assert started.wait(5)
         for one in (reference, cache):
             one.crop(-10)
+        assert ended.is_set()
         ids = prompt(5, seed=1)
         assert torch.equal(fill(model, cache, ids), fill(model, reference, ids))
 

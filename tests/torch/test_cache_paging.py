@@ -261,26 +261,6 @@ def test_what_was_asked_for_before_a_change_gives_nothing_old(
             cache.prefetch_all()
 
 
-def test_a_cut_waits_for_what_was_asked_for_twice(
-    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
-) -> None:
-    reference = DynamicCache()
-    with KVFSCache.open(kv_directory, "agent", model) as cache:
-        for one in (cache, reference):
-            fill(model, one, prompt(900))
-        for turn in range(8):
-            cache.release()
-            os.setxattr(cache.path, "user.kvfs.demote", b"1")
-            cache.prefetch_all()
-            cache.prefetch_all()
-            for one in (cache, reference):
-                one.crop(-300)
-                fill(model, one, prompt(300, seed=turn))
-            cache.load()
-            for ours, theirs in zip(cache.layers, reference.layers, strict=True):
-                assert torch.equal(ours.keys, theirs.keys)
-
-
 def test_a_forward_waits_for_slabs_that_are_on_their_way(
     kv_directory: Path, model: PreTrainedModel, prompt: Prompt
 ) -> None:
