@@ -131,7 +131,7 @@ def _ask(fd: int) -> Any:
     length = _libc.fgetxattr(fd, MAP_ATTRIBUTE.encode(), value, _XATTR_SIZE_MAX)
     if length < 0:
         raise OSError(number := ctypes.get_errno(), os.strerror(number))
-    return json.loads(value.raw[:length])
+    return json.loads(ctypes.string_at(value, length))
 
 
 def _close(fds: dict[str, int]) -> None:

@@ -53,10 +53,6 @@ class Rows(TokenKV, ABC):
     def put_rows(self, at: int, rows: Bytes) -> None:
         """Store whole rows of a file as tokens at, at+1, ..."""
 
-    @abstractmethod
-    def get_rows(self, first: int, last: int, into: memoryview) -> None:
-        """Write tokens first..last-1 as rows of a file to `into`, which they fill."""
-
 
 class Heads(TokenKV, ABC):
     """Tokens as `[K,V][batch][kv_head][capacity][head_dim]`."""
@@ -95,17 +91,10 @@ class HostRows(Rows):
         start = at * self.layout.row_bytes
         self._bytes[start : start + len(rows)] = rows
 
-    def get_rows(self, first: int, last: int, into: memoryview) -> None:
-        """Write tokens first..last-1 as rows of a file to `into`, which they fill."""
-        np.frombuffer(into, np.uint8)[:] = self._range(first, last)
-
     def rows(self, first: int, last: int) -> memoryview:
         """Tokens first..last-1 where they lie."""
-        return self._range(first, last).data
-
-    def _range(self, first: int, last: int) -> Bytes:
         width = self.layout.row_bytes
-        return self._bytes[first * width : last * width]
+        return self._bytes[first * width : last * width].data
 
 
 class HostHeads(Heads):

@@ -182,6 +182,7 @@ class DeviceMover:
         with self.staging(layout) as memory:
             filled = 0
             for slab, first, last in parts:
+                assert isinstance(slab, DeviceRows)
                 while first < last:
                     upto = min(last, first + (len(memory) - filled) // width)
                     end = filled + (upto - first) * width

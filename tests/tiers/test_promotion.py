@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfs.engine.io import DeadlineExceeded, Step
+from kvfs.engine.io import DeadlineExceeded, Step, Urgency
 from kvfs.tiers import oplog, promotion, warm
 from kvfs.tiers.mapping import watch
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.promotion import windows
+from kvfs.tiers.warm import WarmTier
 from tests.engine.audit import audit
 from tests.engine.deferred import Task
 from tests.engine.kit import DIRECTORY, FILE, MIB, new_device
@@ -215,6 +216,21 @@ def test_neighbours_come_with_one_read_whichever_file_they_are_of(rounds: list[i
             assert mapped is not None
             assert len(mapped.segments) == 1
         session.check(is_warm=True)
+
+
+@pytest.mark.parametrize("urgency", [Urgency.DEMAND, Urgency.BACKGROUND])
+def test_a_guess_asks_for_memory_as_one(urgency: Urgency, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves touched memory to who writes."""
+    make_ready, asked = WarmTier.make_ready, []
+
+    def seen(tier: WarmTier, unit: int, size: int, *, is_guess: bool) -> Step[None]:
+        asked.append(is_guess)
+        return make_ready(tier, unit, size, is_guess=is_guess)
+
+    with cold_session(0, [50_000]) as session:
+        monkeypatch.setattr(WarmTier, "make_ready", seen)
+        session.bench.go(session.migration.promote(session.directory, urgency))
+    assert set(asked) == {urgency == Urgency.BACKGROUND}
 
 
 def test_nobody_looks_at_the_memory_of_what_came_up_any_longer() -> None:
