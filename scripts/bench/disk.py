@@ -1,0 +1,104 @@
+"""The raw disk under a directory, measured: fio and plain `preadv`, O_DIRECT; and its cache."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+MIB = 1024 * 1024
+DEPTH = 8
+
+
+def fio(path: Path, what: str, size: int, *, block: int = MIB, depth: int = DEPTH) -> float:
+    """MB/s (10^6 bytes) of `read` or `write` of so many bytes of a file, O_DIRECT."""
+    command = [
+        "fio", "--name=raw", f"--filename={path}", f"--size={size}", f"--rw={what}",
+        f"--bs={block}", f"--iodepth={depth}", "--direct=1", "--ioengine=libaio",
+        "--end_fsync=1", "--output-format=json",
+    ]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return float(json.loads(output)["jobs"][0][what]["bw_bytes"]) / 1e6
+
+
+def preadv(path: Path, spans: Sequence[tuple[int, int]], *, depth: int = DEPTH) -> float:
+    """MB/s of reading these (offset, length) of a file in this order, O_DIRECT, with `depth`
+    threads of plain `preadv`, each span in requests of at most 1 MiB."""
+    requests = [
+        (at, min(MIB, offset + length - at))
+        for offset, length in spans
+        for at in range(offset, offset + length, MIB)
+    ]
+    with direct(path) as fd:
+        workers = [(fd, touched(MIB), requests[number::depth]) for number in range(depth)]
+        with ThreadPoolExecutor(depth) as pool:
+            seconds = timed(lambda: list(pool.map(_read_all, workers)))
+    return sum(length for _, length in spans) / seconds / 1e6
+
+
+def _read_all(worker: tuple[int, memoryview, list[tuple[int, int]]]) -> None:
+    fd, buffer, requests = worker
+    for offset, length in requests:
+        if os.preadv(fd, [buffer[:length]], offset) != length:
+            raise SystemExit("short read of the raw file")
+
+
+def read_limit(path: Path, size: int) -> float:
+    """The better of fio and plain `preadv`, reading a file from its start to its end."""
+    return max(fio(path, "read", size), preadv(path, [(0, size)]))
+
+
+def write_limit(path: Path, size: int) -> float:
+    """The better of fio and plain `pwritev`, each writing a new file; it is left there."""
+    path.unlink(missing_ok=True)
+    plain = pwritev(path, size)
+    path.unlink()
+    return max(plain, fio(path, "write", size))
+
+
+def pwritev(path: Path, size: int, *, depth: int = DEPTH) -> float:
+    """MB/s of writing a new file, O_DIRECT, 1 MiB, `depth` threads, and one fsync."""
+    data = touched(MIB)
+    data[:] = random.randbytes(MIB)
+    with direct(path, os.O_RDWR | os.O_CREAT) as fd, ThreadPoolExecutor(depth) as pool:
+        os.posix_fallocate(fd, 0, size)
+
+        def work() -> None:
+            list(pool.map(lambda at: os.pwritev(fd, [data], at), range(0, size, MIB)))
+            os.fsync(fd)
+
+        return size / timed(work) / 1e6
+
+
+@contextlib.contextmanager
+def direct(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_DIRECT, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def touched(size: int) -> memoryview:
+    """Page-aligned memory whose pages are there."""
+    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def drop_caches() -> None:
+    """The kernel's page cache, dentries and inodes. Needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
