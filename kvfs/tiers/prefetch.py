@@ -1,7 +1,8 @@
 """Sequential look-ahead: device reads run ahead of a reader, over the ends of files.
 
-A session is read layer by layer. Who reads a file in order, and opened it in the
-order of its directory's names, gets the next layers before asking for them.
+A session is read layer by layer. Who reads a file in order, and opens files in the
+order of their directory's names as it comes to them, or has read some in that order,
+gets the next layers before asking for them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _DIRECTORIES_MAX = 1024
 _OUT_OF_ORDER = 4 * 1024 * 1024
 # So many reads in order make a sequential reader of whom out-of-order ones are forgiven.
 _RUN_MIN = 3
+# After so many files in order who reads them goes on so; one may follow another by chance.
+_FILES_MIN = 3
 # A file of many small extents must not fill the queue that others wait in.
 _CHUNKS_MAX = 16
 
@@ -57,12 +60,26 @@ class Reader:
 
 @dataclass(slots=True)
 class _Siblings:
-    """The files of a directory by name, as of its mtime, and the last one opened."""
+    """The files of a directory by name, as of its mtime, the last one opened, the last one
+    read, and how many were read in order up to that."""
 
     mtime_ns: int
     order: list[int]
     place: dict[int, int]
     last_opened: int = -1
+    last_read: int = -1
+    run: int = 0
+
+    def saw_read(self, place: int) -> None:
+        if place != self.last_read:
+            self.run = self.run + 1 if place == self.last_read + 1 else 1
+            self.last_read = place
+
+    def goes_on(self, reader: Reader, place: int) -> bool:
+        """Whether the next file is likely to be read next. That files were opened in order says
+        nothing when all of them were opened before."""
+        was_opened_for_this = reader.in_order and place == self.last_opened
+        return was_opened_for_this or self.run >= _FILES_MIN
 
 
 @dataclass(slots=True)
@@ -105,15 +122,18 @@ class LookAhead:
 
     def _start(self, reader: Reader, start: int, end: int) -> Step[None]:
         node = yield from self.store.node(reader.ino)
-        if start < node.inode.size:
+        if reader.expected < node.inode.size:
             yield from self._fetch(reader.ino, start, end - start)
-        if reader.in_order and end > node.inode.size:
+        if end > node.inode.size:
             yield from self._start_siblings(reader, node.inode.parent, end - node.inode.size)
 
     def _start_siblings(self, reader: Reader, directory: int, wanted: int) -> Step[None]:
         siblings = yield from self._siblings(directory)
         place = siblings.place.get(reader.ino)
         if place is None:
+            return
+        siblings.saw_read(place)
+        if not siblings.goes_on(reader, place):
             return
         for ino in siblings.order[place + 1 :]:
             node = yield from self.store.node(ino)

@@ -97,3 +97,15 @@ def test_a_file_whose_directory_is_gone_is_still_opened(store: Store) -> None:
     reader = run(look_ahead.opened(ino))
     read(store, look_ahead, reader, 0, MIB)
     run(store.unpin(ino))
+
+
+def test_layers_that_were_all_opened_before_are_read_ahead_in_order_only(store: Store) -> None:
+    inodes = session(store, 12)
+    look_ahead = LookAhead(store, 8 * MIB)
+    readers = [run(look_ahead.opened(ino)) for ino in inodes]
+    for place in (0, 3, 7, 4, 10):
+        read(store, look_ahead, readers[place], 0, LAYER_SIZE)
+        assert held(store, inodes[place + 1]) == 0
+    for place in (0, 1, 2):
+        read(store, look_ahead, readers[place], 0, LAYER_SIZE)
+    assert held(store, inodes[3]) == LAYER_SIZE
