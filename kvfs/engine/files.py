@@ -144,6 +144,11 @@ class Files:
             self._mapped(content, at, end, parts)
         return parts
 
+    def extent_ids(self, ino: int) -> Step[list[int]]:
+        """Of all extents that a file is made of, without its dirty bytes. Raises ENOENT."""
+        node = yield from self.node(ino)
+        return list(node.content.uses) if node.content is not None else []
+
     def _mapped(self, content: Content, start: int, end: int, parts: list[Part]) -> None:
         at = start
         for run in content.map.overlapping(start, end):

@@ -312,6 +312,10 @@ class Store:
         parts = yield from self._state.files.parts(ino, offset, length)
         return [part.extent for part in parts if isinstance(part, Stored)]
 
+    def extent_ids(self, ino: int) -> Step[list[int]]:
+        """Of all extents that a file is made of. Raises ENOENT."""
+        return self._state.files.extent_ids(ino)
+
     @property
     def has_room(self) -> bool:
         """False when device work that can wait should not be added."""

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvfs.engine.buffer import Kept, cut
 from kvfs.engine.files import Part, Stored
-from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, Inode
+from kvfs.engine.format import EXTENT_SIZE_MAX, Inode
 from kvfs.engine.io import Completion, Executor, Step, Urgency, settled
 from kvfs.engine.latency import Latencies
 from kvfs.engine.store import Store
@@ -101,7 +101,7 @@ class Migration:
         """See a file or a session in the ring, and give its RAM back. Returns the bytes."""
         yield from self.store.write_back()
         freed = self.warm.evict_unit(ino)
-        return freed + self.warm.evict_extents((yield from self._extents(ino)))
+        return freed + self.warm.evict_extents((yield from self._extent_ids(ino)))
 
     def demote_group(self, sessions: list[int]) -> Step[int]:
         """Several at once: what grew by many small appends is written anew in one stream,
@@ -280,11 +280,11 @@ class Migration:
             yield from self._let_others_go_on()
         return found
 
-    def _extents(self, ino: int) -> Step[list[Extent]]:
+    def _extent_ids(self, ino: int) -> Step[list[int]]:
         found = []
         for file in (yield from self._files(ino)):
-            parts = yield from self._parts(file)
-            found += [part.extent for part in parts if isinstance(part, Stored)]
+            with suppress(FileNotFoundError):  # it was removed meanwhile
+                found += yield from self.store.extent_ids(file)
             yield from self._let_others_go_on()
         return found
 

@@ -367,9 +367,9 @@ class WarmTier:
             going = by_use[: -(-len(by_use) // _POOL_SHARE)]
         return sum(self._evict(kvmap) for kvmap in going if self._may_go(kvmap))
 
-    def evict_extents(self, extents: Iterable[Extent]) -> int:
+    def evict_extents(self, extent_ids: Iterable[int]) -> int:
         """The same for the files of memory that hold any of these."""
-        held = (self._held.get(extent.extent_id) for extent in extents)
+        held = map(self._held.get, extent_ids)
         kvmaps = {one.kvmap.header.serial: one.kvmap for one in held if one is not None}
         return sum(self._evict(kvmap) for kvmap in kvmaps.values() if self._may_go(kvmap))
 
