@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvfs.engine.buffer import Buffer
@@ -25,10 +26,13 @@ _RECLAIM_SHARE = 64  # one part of the ring in so many is made free at once
 
 @dataclass(slots=True)
 class Admission:
+    """`drop_free` frees what was removed and is still to be dropped."""
+
     writer: Writer
     space: Space
     buffer: Buffer
     reclaimer: Reclaimer
+    drop_free: Callable[[], Step[None]]
     _told: float = float("-inf")
 
     def admit(self, charge: int, changed: int, length: int, purpose: Purpose) -> Step[None]:
@@ -59,6 +63,8 @@ class Admission:
         """Until there is room: write checkpoints (what is dead becomes free once both
         superblock slots have moved on) and clean. Raises ENOSPC when that does not help."""
         writer, space = self.writer, self.space
+        if purpose == Purpose.STORE:
+            yield from self.drop_free()
         for _ in range(_ROUNDS_MAX):
             # What others are promised may replace as much, which is dead once it is written.
             yield from writer.written()

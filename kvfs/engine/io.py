@@ -295,14 +295,21 @@ def settled(
     """Run a step again until it goes through without waiting, so that all it saw, and
     failed for, is the state of one moment. What it loads has to stay in memory: `gathering`
     sees to that, for a step that needs more at once than usually stays."""
+    step = make()
+    try:
+        # As a rule all is in memory.
+        waiting: Completion[Any] | None = next(step)
+    except StopIteration as stop:
+        at_once: T = stop.value
+        return at_once
     with ExitStack() as stack:
         tries = 0
         while True:
-            step, waited = make(), False
+            waited = waiting is not None
             try:
                 while True:
-                    completion = next(step)
-                    waited = True
+                    completion = waiting or next(step)
+                    waiting, waited = None, True
                     yield completion
             except StopIteration as stop:
                 if not waited:
@@ -316,3 +323,4 @@ def settled(
             tries += 1
             if tries == _TRIES:
                 stack.enter_context(gathering())
+            step = make()

@@ -36,10 +36,7 @@ class Names:
 
     def find(self, directory: int, name: bytes) -> Step[tuple[int, Dentry] | None]:
         """Slot and entry of a name. Raises ENAMETOOLONG."""
-        for slot, dentry in (yield from self._alike(directory, name)):
-            if dentry.name == name:
-                return slot, dentry
-        return None
+        return (yield from self.look(directory, name))[1]
 
     def existing(self, directory: int, name: bytes) -> Step[tuple[int, Dentry]]:
         """Raises ENOENT."""
@@ -48,12 +45,31 @@ class Names:
             raise error(errno.ENOENT, name)
         return found
 
+    def look(self, directory: int, name: bytes) -> Step[tuple[int, tuple[int, Dentry] | None]]:
+        """The slot that a name has, or would get, and what is there of that name. Raises
+        ENAMETOOLONG."""
+        if len(name) > NAME_LENGTH_MAX:
+            raise error(errno.ENAMETOOLONG)
+        first = name_slot(self._hash_key, name)
+        # Other names of one hash are rare: mostly it is the first, and that is cheap to see.
+        value = yield from self._index.get(dentry_key(directory, first))
+        if value is not None:
+            dentry = Dentry.unpack(value)
+            if dentry.name == name:
+                return first, (first, dentry)
+        items = yield from self._with_hash(first, lambda slot: dentry_key(directory, slot))
+        for slot, value in items:
+            dentry = Dentry.unpack(value)
+            if dentry.name == name:
+                return slot, (slot, dentry)
+        return _unused(first, {slot for slot, _ in items}), None
+
     def free_slot(self, directory: int, name: bytes) -> Step[int]:
         """A slot for a new name. Raises EEXIST, ENAMETOOLONG."""
-        alike = yield from self._alike(directory, name)
-        if any(dentry.name == name for _, dentry in alike):
+        slot, there = yield from self.look(directory, name)
+        if there is not None:
             raise error(errno.EEXIST, name)
-        return _unused(name_slot(self._hash_key, name), {slot for slot, _ in alike})
+        return slot
 
     def entries(self, directory: int, after: int, limit: int) -> Step[list[tuple[int, Dentry]]]:
         """Entries whose slot is above `after`, by slot."""
@@ -70,13 +86,6 @@ class Names:
 
     def remove(self, directory: int, slot: int) -> None:
         self._index.delete(dentry_key(directory, slot))
-
-    def _alike(self, directory: int, name: bytes) -> Step[list[tuple[int, Dentry]]]:
-        """The entries whose names have this name's hash. Raises ENAMETOOLONG."""
-        if len(name) > NAME_LENGTH_MAX:
-            raise error(errno.ENAMETOOLONG)
-        items = yield from self._with_hash(name, lambda slot: dentry_key(directory, slot))
-        return [(slot, Dentry.unpack(value)) for slot, value in items]
 
     # -- symlinks
 
@@ -109,7 +118,8 @@ class Names:
         return [(key_slot(key), Xattr.unpack(value)) for key, value in items if value]
 
     def find_xattr(self, ino: int, name: bytes) -> Step[tuple[int, Xattr] | None]:
-        items = yield from self._with_hash(name, lambda slot: xattr_key(ino, slot))
+        first = name_slot(self._hash_key, name)
+        items = yield from self._with_hash(first, lambda slot: xattr_key(ino, slot))
         for slot, value in items:
             xattr = Xattr.unpack(value)
             if xattr.name == name:
@@ -117,8 +127,9 @@ class Names:
         return None
 
     def free_xattr_slot(self, ino: int, name: bytes) -> Step[int]:
-        taken = yield from self._with_hash(name, lambda slot: xattr_key(ino, slot))
-        return _unused(name_slot(self._hash_key, name), {slot for slot, _ in taken})
+        first = name_slot(self._hash_key, name)
+        taken = yield from self._with_hash(first, lambda slot: xattr_key(ino, slot))
+        return _unused(first, {slot for slot, _ in taken})
 
     def put_xattr(self, ino: int, slot: int, name: bytes, value: bytes) -> None:
         self._index.put(xattr_key(ino, slot), Xattr(name, value).pack())
@@ -132,8 +143,8 @@ class Names:
         target = yield from self._index.get(symlink_key(ino))
         return [key for key, _ in items] + ([symlink_key(ino)] if target is not None else [])
 
-    def _with_hash(self, name: bytes, key: Callable[[int], bytes]) -> Step[list[tuple[int, bytes]]]:
-        first = name_slot(self._hash_key, name)
+    def _with_hash(self, first: int, key: Callable[[int], bytes]) -> Step[list[tuple[int, bytes]]]:
+        """The items of all names with one hash."""
         last = first + NAME_COLLISIONS_MAX - 1
         items = yield from self._index.scan(key(first), key(last))
         return [(key_slot(found), value) for found, value in items if value is not None]

@@ -7,6 +7,7 @@ gives the same result: the operation log is replayed after a crash of the daemon
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import ClassVar
 
 import msgpack
@@ -113,10 +114,10 @@ class RemoveXattr(Operation):
 
 @dataclass(frozen=True, slots=True)
 class Drop(Operation):
-    """Free an inode without a name, once nobody holds it."""
+    """Free inodes without a name, once nobody holds them."""
 
     CODE: ClassVar[int] = 10
-    ino: int
+    inos: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +157,14 @@ _TYPES: dict[int, type[Operation]] = {
         Fork, Reclaim,
     )
 }  # fmt: skip
-_FIELDS = {type_: tuple(f.name for f in fields(type_)) for type_ in _TYPES.values()}
+_VALUES = {
+    type_: attrgetter("CODE", *(field.name for field in fields(type_))) for type_ in _TYPES.values()
+}
+_PACKER = msgpack.Packer(use_bin_type=True)
 
 
 def pack(operation: Operation) -> bytes:
-    names = _FIELDS[type(operation)]
-    packed: bytes = msgpack.packb(
-        [operation.CODE, *(getattr(operation, name) for name in names)], use_bin_type=True
-    )
+    packed: bytes = _PACKER.pack(_VALUES[type(operation)](operation))
     return packed
 
 

@@ -40,6 +40,8 @@ def cost(op: ops.Operation) -> int:
             return _OPERATION_COST + len(op.target)
         case ops.Rename():
             return 2 * _OPERATION_COST
+        case ops.Drop():
+            return len(op.inos) * _OPERATION_COST
         case ops.Fork():
             return _OPERATION_COST + op.items * ITEM_OVERHEAD + op.item_bytes
         case ops.Reclaim():
@@ -49,7 +51,12 @@ def cost(op: ops.Operation) -> int:
 
 def changes(op: ops.Operation) -> int:
     """Items of the index that an operation may change."""
-    return op.items if isinstance(op, ops.Fork | ops.Reclaim) else _OPERATION_CHANGES
+    match op:
+        case ops.Fork() | ops.Reclaim():
+            return op.items
+        case ops.Drop():
+            return len(op.inos) * _OPERATION_CHANGES
+    return _OPERATION_CHANGES
 
 
 @dataclass(slots=True)
@@ -74,8 +81,10 @@ class Space:
 
     def has_room(self, charge: int, promised: int, purpose: Purpose) -> bool:
         """Whether so many bytes can be promised now."""
-        enough = self.is_enough(charge, promised, purpose)
-        return enough and self.left(promised, purpose) >= charge
+        # What it is seen by costs more than the comparison, and each operation asks.
+        wanted = charge + promised + self._reserve
+        is_enough = purpose != Purpose.STORE or self._left_after_cleaning >= wanted
+        return is_enough and self._left(purpose) >= wanted
 
     def is_enough(self, charge: int, promised: int, purpose: Purpose) -> bool:
         """Whether cleaning makes room for so much. What makes room itself is always tried."""
@@ -83,14 +92,20 @@ class Space:
 
     def left(self, promised: int, purpose: Purpose) -> int:
         """Bytes of free segments, less what is promised and reserved."""
+        return self._left(purpose) - promised - self._reserve
+
+    def _left(self, purpose: Purpose) -> int:
         ring = self.ring
         segments = ring.free_segments + (ring.position.next_segment != NO_SEGMENT) - purpose
-        return max(0, ring.room) + segments * self.usable_segment - promised - self._reserve
+        return max(0, ring.room) + segments * self.usable_segment
 
     def left_after_cleaning(self, promised: int) -> int:
         """Bytes that could be promised if all live blocks lay side by side."""
-        live = self.ring.liveness.live_bytes
-        return self.total - live - promised - self._reserve
+        return self._left_after_cleaning - promised - self._reserve
+
+    @property
+    def _left_after_cleaning(self) -> int:
+        return self.total - self.ring.liveness.live_bytes
 
     @property
     def is_short(self) -> bool:

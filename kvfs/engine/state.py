@@ -243,12 +243,9 @@ class State:
             yield from self.nodes.refuse_loop(node.inode.ino, op.new_parent)
         if op.exchange:
             return (yield from self._exchange(op, old_slot, node))
-        target = yield from self.names.find(op.new_parent, op.new_name)
+        new_slot, target = yield from self.names.look(op.new_parent, op.new_name)
         replaced = None
-        if target is None:
-            new_slot = yield from self.names.free_slot(op.new_parent, op.new_name)
-        else:
-            new_slot = target[0]
+        if target is not None:
             replaced = yield from self.nodes.node(target[1].ino)
             if not op.replace:
                 raise error(errno.EEXIST, op.new_name)
@@ -351,18 +348,22 @@ class State:
         return done
 
     def _drop(self, op: ops.Drop) -> Step[Done]:
-        node = yield from self.files.node(op.ino)
-        belongings = yield from self.names.belongings(op.ino)
-        if (yield from self._index.get(unit_key(op.ino))) is not None:
-            belongings.append(unit_key(op.ino))
-        assert node.inode.nlink == 0, "an inode with names is not dropped"
+        found = []
+        for ino in op.inos:
+            node = yield from self.files.node(ino)
+            assert node.inode.nlink == 0, "an inode with names is not dropped"
+            belongings = yield from self.names.belongings(ino)
+            if (yield from self._index.get(unit_key(ino))) is not None:
+                belongings.append(unit_key(ino))
+            found.append((node, belongings))
 
         def done() -> None:
-            self.files.drop(node)
-            for key in belongings:
-                self._index.delete(key)
-            self._index.delete(orphan_key(op.ino))
-            self.nodes.drop(op.ino)
+            for node, belongings in found:
+                self.files.drop(node)
+                for key in belongings:
+                    self._index.delete(key)
+                self._index.delete(orphan_key(node.inode.ino))
+                self.nodes.drop(node.inode.ino)
 
         return done
 

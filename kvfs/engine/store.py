@@ -59,6 +59,7 @@ _WRITE_SECONDS = 5.0
 _FLUSH_SECONDS = 30.0
 _TICK_SECONDS = 1.0
 _BOOKED_A_TICK = 2000  # after a crash there may be very many: requests do not wait for all
+_DROPPED_AT_ONCE = 64  # inodes: an operation that frees more would hold up others
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,10 @@ class Store:
             self._units, self._perform, self._writer.counters, options.reclaim,
             options.unused_seconds,
         )  # fmt: skip
-        self._admission = Admission(self._writer, self._space, buffer, self._reclaimer)
+        self._admission = Admission(
+            self._writer, self._space, buffer, self._reclaimer, self.drop_free
+        )
+        self._freed = 0
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None
 
@@ -269,6 +273,25 @@ class Store:
         """Entries with a cookie above `after` (start with 0), by cookie."""
         return self._state.names.entries(directory, after, limit)
 
+    def list_children(
+        self, directory: int, after: int, limit: int
+    ) -> Step[list[tuple[int, bytes, Node]]]:
+        """The same as cookie, name and node, all as of one moment; at most `limit`, and none only
+        when there are no more."""
+        nodes = self._state.nodes
+        while True:
+            entries = yield from self._state.names.entries(directory, after, limit)
+            children = [
+                (cookie, entry.name, node)
+                for cookie, entry in entries
+                if (node := nodes.in_use(entry.ino)) is not None
+            ]
+            if len(children) == len(entries):
+                return children
+            yield from self.load(entry.ino for _, entry in entries)
+            # So many may not stay in memory together.
+            limit = limit // 2 or 1
+
     def readlink(self, ino: int) -> Step[bytes]:
         return self._state.names.readlink(ino)
 
@@ -395,7 +418,7 @@ class Store:
         op = ops.Rename(time.time_ns(), parent, name, new_parent, new_name, replace, exchange)
         replaced = yield from self._perform(op, purpose=Purpose.REMOVE)
         if replaced is not None:
-            yield from self._drop_if_free(replaced.ino)
+            yield from self._drop([replaced.ino])
 
     def set_attributes(
         self,
@@ -532,34 +555,55 @@ class Store:
         return ino in self._state.nodes.pins
 
     def unpin(self, ino: int, count: int = 1) -> Step[None]:
-        """So many holders less; without holders and names the inode is gone."""
-        if not self._state.nodes.pins.remove(ino, count):
-            yield from self._drop_if_free(ino)
+        """So many holders less; without holders and names the inode will be gone: with others,
+        or at the next tick."""
+        is_held = self._state.nodes.pins.remove(ino, count)
+        if not is_held and ino in self._state.nodes.nameless:
+            self._freed += 1
+            if self._freed >= _DROPPED_AT_ONCE:
+                yield from self.drop_free()
+
+    def drop_free(self) -> Step[None]:
+        """The inodes that have neither names nor holders are gone on return, and their space
+        is free as soon as that is in the ring."""
+        self._freed = 0
+        if self.read_only:
+            return
+        nodes = self._state.nodes
+        free = [ino for ino in nodes.nameless if ino not in nodes.pins]
+        for first in range(0, len(free), _DROPPED_AT_ONCE):
+            yield from self._drop(free[first : first + _DROPPED_AT_ONCE])
 
     def _remove(self, op: ops.Operation) -> Step[int]:
         inode = yield from self._perform(op, purpose=Purpose.REMOVE)
         assert inode is not None
-        yield from self._drop_if_free(inode.ino)
+        yield from self._drop([inode.ino])
         return inode.ino
 
-    def _drop_if_free(self, ino: int) -> Step[None]:
-        nodes = self._state.nodes
-        if ino not in nodes.nameless or ino in nodes.pins or self.read_only:
+    def _drop(self, inos: list[int]) -> Step[None]:
+        """Free those of them that have neither names nor holders."""
+
+        def are_free() -> list[int]:
+            nodes = self._state.nodes
+            return [ino for ino in inos if ino in nodes.nameless and ino not in nodes.pins]
+
+        def are_still_free() -> Step[bool]:
+            return op.inos == are_free()
+            yield
+
+        op = ops.Drop(time.time_ns(), are_free())
+        if not op.inos:
             return
         try:
-            yield from self._perform(ops.Drop(time.time_ns(), ino), purpose=Purpose.REMOVE)
+            yield from self._perform(op, purpose=Purpose.REMOVE, is_allowed=are_still_free)
         except (OSError, DeadlineExceeded) as failure:
-            # The name is gone all the same; the inode is dropped later.
-            log.info("inode %d is kept for now: %s", ino, failure)
+            # The names are gone all the same; the inodes are dropped later.
+            log.info("%d inodes are kept for now: %s", len(op.inos), failure)
 
     def _drop_orphans(self) -> Step[None]:
         for ino in (yield from self._state.orphans()):
             yield from self._state.nodes.node(ino)
-        yield from self._drop_nameless()
-
-    def _drop_nameless(self) -> Step[None]:
-        for ino in list(self._state.nodes.nameless):
-            yield from self._drop_if_free(ino)
+        yield from self.drop_free()
 
     def _perform(
         self,
@@ -627,7 +671,7 @@ class Store:
         many = writer.index.changes > options.checkpoint_changes
         if (due and written) or long or many or writer.ids_are_short:
             yield from writer.checkpoint()
-        yield from self._drop_nameless()
+        yield from self.drop_free()
         yield from self._units.book(_BOOKED_A_TICK)
         usage = self.usage()
         yield from self._reclaimer.expire(is_filling=usage.free < usage.total * 3 // 10)

@@ -50,7 +50,7 @@ R = TypeVar("R")
 
 _TIMEOUT_SECONDS = 3600
 _BLOCK_SIZE_HINT = 1024 * 1024
-_READDIR_BATCH = 128
+_READDIR_BATCH, _READDIR_BATCH_MAX = 32, 512
 _NOTICES_MAX = 4096
 # Who opens a smaller file may want to know of the session without reading it.
 _LAYER_MIN = 64 * 1024
@@ -83,13 +83,15 @@ def _handler(
 @dataclass(slots=True)
 class _Handle:
     """An open file or directory. `direct`: opened with O_DIRECT; `snapshot` is the content
-    of a file in `/.kvfs`; `session` the one that the file is in, 0 in a pool."""
+    of a file in `/.kvfs`; `session` the one that the file is in, 0 in a pool; `batch` how many
+    names of a directory are likely to be wanted at once."""
 
     ino: int
     session: int = 0
     direct: bool = False
     reader: Reader | None = None
     snapshot: bytes | None = None
+    batch: int = _READDIR_BATCH
 
 
 class Filesystem(pyfuse3.Operations):
@@ -314,7 +316,8 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
-        directory = self._handles[fh].ino
+        handle = self._handles[fh]
+        directory = handle.ino
         if directory == control.CONTROL_INODE:
             return await self._read_control(start_id, token)
         node = await self._run(self._store.node(directory))
@@ -324,18 +327,21 @@ class Filesystem(pyfuse3.Operations):
             parent = await self._parent(node)
             if not pyfuse3.readdir_reply(token, b"..", _node_attributes(parent), _DOT_DOT):
                 return
+        replied = 0
         while True:
-            step = self._store.list_directory(directory, max(start_id, _DOT_DOT), _READDIR_BATCH)
-            entries = await self._run(step)
-            await self._run(self._store.load(entry.ino for _, entry in entries))
-            for cookie, entry in entries:
-                child = await self._run(self._store.node(entry.ino))
-                if not pyfuse3.readdir_reply(token, entry.name, _node_attributes(child), cookie):
+            wanted = handle.batch
+            step = self._store.list_children(directory, max(start_id, _DOT_DOT), wanted)
+            children = await self._run(step)
+            for cookie, name, child in children:
+                if not pyfuse3.readdir_reply(token, name, _node_attributes(child), cookie):
+                    handle.batch = replied + 1
                     return
-                self._remember(child)
+                self._store.pin(child.inode.ino)
                 start_id = cookie
-            if len(entries) < _READDIR_BATCH:
+                replied += 1
+            if not children:
                 return
+            handle.batch = min(2 * wanted, _READDIR_BATCH_MAX)
 
     @_handler
     async def releasedir(self, fh: FileHandleT) -> None:
@@ -349,6 +355,8 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def statfs(self, ctx: RequestContext) -> StatvfsData:
+        # Who removed files and looks for the space finds it.
+        await self._run(self._store.drop_free())
         space = self._store.usage()
         data = StatvfsData()
         data.f_bsize = data.f_frsize = BLOCK

@@ -353,6 +353,8 @@ class CrashMachine(RuleBasedStateMachine):
             ino = self.pinned.pop(pick % len(self.pinned))
             self.store.closed(ino)
             self.run(self.store.unpin(ino), seed)
+            if seed % 2:
+                self.run(self.store.drop_free(), seed)
         else:
             ino = self.a_file(pick)
             if ino is not None:

@@ -131,7 +131,7 @@ OPERATIONS = st.one_of(
     st.builds(ops.Write, U64, U64, U64, U32),
     st.builds(ops.SetXattr, U64, U64, NAMES, st.binary(max_size=1000)),
     st.builds(ops.RemoveXattr, U64, U64, NAMES),
-    st.builds(ops.Drop, U64, U64),
+    st.builds(ops.Drop, U64, st.lists(U64)),
 )
 
 

@@ -336,7 +336,7 @@ def test_an_unlink_that_was_done_is_not_told_as_a_failure(
     ino = bench.make_file(b"file")
     log = bench.warm._log._used[-1]
     # Room for one operation, and not for the next.
-    needed = cost(ops.Drop(0, ino)) + 2 * BLOCK
+    needed = cost(ops.Drop(0, [ino])) + 2 * BLOCK
     while log.room >= needed + OPLOG_ALIGN:
         bench.go(bench.store.set_attributes(ino, mode=0o600))
     assert log.room >= needed

@@ -144,6 +144,7 @@ def test_an_unlinked_file_lives_while_it_is_held(staged: Bench) -> None:
     run(staged.store.unpin(ino))
     assert staged.read(ino) == b"befafter"
     run(staged.store.unpin(ino))
+    run(staged.store.drop_free())
     assert is_gone(staged, ino)
     synced_audit(staged)
 
@@ -216,6 +217,7 @@ def test_nothing_is_created_in_a_removed_directory_that_is_held(bench: Bench) ->
     assert failure_of(bench.store.link(file, directory, b"x")) == errno.ENOENT
     assert failure_of(bench.store.rename(1, b"file", directory, b"x")) == errno.ENOENT
     run(bench.store.unpin(directory))
+    run(bench.store.drop_free())
     assert is_gone(bench, directory)
 
 
@@ -283,6 +285,7 @@ def test_a_replaced_file_lives_while_it_is_held(bench: Bench) -> None:
     run(bench.store.rename(1, b"new", 1, b"old"))
     assert bench.read(old) == b"old data"
     run(bench.store.unpin(old))
+    run(bench.store.drop_free())
     assert is_gone(bench, old)
 
 
