@@ -17,15 +17,19 @@ MIB = 1024 * 1024
 DEPTH = 8
 
 
-def fio(path: Path, what: str, size: int, *, block: int = MIB, depth: int = DEPTH) -> float:
-    """MB/s (10^6 bytes) of `read` or `write` of so many bytes of a file, O_DIRECT."""
+def fio(
+    path: Path, what: str, size: int, *, block: int = MIB, depth: int = DEPTH, jobs: int = 1
+) -> float:
+    """MB/s (10^6 bytes) of `read`, `randread` or `write` of so many bytes of a file, O_DIRECT;
+    with several jobs of as much by each, one behind the other in the file."""
     command = [
         "fio", "--name=raw", f"--filename={path}", f"--size={size}", f"--rw={what}",
         f"--bs={block}", f"--iodepth={depth}", "--direct=1", "--ioengine=libaio",
+        f"--numjobs={jobs}", f"--offset_increment={size}", "--group_reporting",
         "--end_fsync=1", "--output-format=json",
     ]  # fmt: skip
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(json.loads(output)["jobs"][0][what]["bw_bytes"]) / 1e6
+    return float(json.loads(output)["jobs"][0][what.removeprefix("rand")]["bw_bytes"]) / 1e6
 
 
 def preadv(path: Path, spans: Sequence[tuple[int, int]], *, depth: int = DEPTH) -> float:
@@ -96,6 +100,13 @@ def timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def read_ahead_kib(path: Path) -> int:
+    """Of the disk that a file lies on, for who reads through the page cache."""
+    device = path.stat().st_dev
+    bdi = f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb"
+    return int(Path(bdi).read_text())
 
 
 def drop_caches() -> None:

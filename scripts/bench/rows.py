@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +41,12 @@ class Series:
     @property
     def median(self) -> float:
         return statistics.median(self.values)
+
+
+def fastest(peers: Iterable[Series]) -> Series:
+    """The one with the highest median, as what others are held against."""
+    best = max(peers, key=lambda peer: peer.median)
+    return Series(f"the fastest peer ({best.name})", best.values)
 
 
 def speed_row(
