@@ -26,8 +26,9 @@ lint: setup ## Style, types, import direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## Save and restore a session, beside fio on the same disk (as root)
-	$(BIN)/python scripts/bench_restore.py --rounds 3
+bench: setup ## Every figure beside its limit and what else one would use, short (as root)
+	$(BIN)/pip install -q --disable-pip-version-check -e '.[peers]'
+	$(BIN)/python -m scripts.bench --short
 
 scenarios: setup ## Each profile at its work: simulated, and through a mount (minutes, 8 GiB)
 	for profile in gov ecommerce iot; do $(BIN)/python scripts/scenarios.py $$profile || exit 1; done

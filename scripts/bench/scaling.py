@@ -9,8 +9,8 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.pool import Pool
 from pathlib import Path
 from random import Random
 from threading import Barrier
@@ -28,6 +28,7 @@ from scripts.bench.sessions import Source, Target, verify
 LAYER_SIZE = 8 * MIB
 READERS = (1, 2, 4, 8, 16)
 FLAT = 0.9
+START_SECONDS = 60
 # Most of many sessions are small, so that the ring holds them; a few are restored.
 BULK_LAYER_SIZES = [64 * 1024] * 4
 STANDARD_SESSIONS = 4
@@ -103,7 +104,7 @@ def _by_readers(plan: Plan, sizes: Sequence[int]) -> Row:
                 for readers in READERS:
                     name = "1 reader" if readers == 1 else f"{readers} readers"
                     mount.make_cold(*(mount.point / str(number) for number in range(readers)))
-                    done = list(pool.map(_restore, range(readers)))
+                    done = pool.map(_restore, range(readers), chunksize=1)
                     if any(one.digest != digests[one.number] for one in done):
                         raise SystemExit(f"a session came back with other bytes, with {name}")
                     seconds = max(one.ended for one in done) - min(one.started for one in done)
@@ -120,14 +121,12 @@ def _raw(path: Path, size: int, readers: int) -> float:
 
 
 @contextlib.contextmanager
-def _processes(count: int, mount: Mount, sizes: Sequence[int]) -> Iterator[ProcessPoolExecutor]:
+def _processes(count: int, mount: Mount, sizes: Sequence[int]) -> Iterator[Pool]:
     """So many that run, and have touched the memory that they restore into."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(count + 1)
-    arguments = (barrier, mount.point, sizes)
-    with ProcessPoolExecutor(count, context, initializer=_start, initargs=arguments) as pool:
-        pool.submit(int)
-        barrier.wait()
+    with context.Pool(count, _start, (barrier, mount.point, sizes)) as pool:
+        barrier.wait(START_SECONDS)
         yield pool
 
 
