@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+Work = TypeVar("Work")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +23,8 @@ class Plan:
 
     def pick(self, full: int, short: int) -> int:
         return short if self.is_short else full
+
+
+def shuffled(works: Mapping[str, Work], number: int) -> list[tuple[str, Work]]:
+    """In another order each round: a throttled disk is quick for who comes after a rest."""
+    return Random(number).sample(list(works.items()), len(works))

@@ -5,12 +5,14 @@ the raw disk and what else one would keep a session in."""
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
+from collections.abc import Callable
 
 from scripts.bench.disk import MIB, drop_caches, read_ahead_kib, read_limit, timed, write_limit
 from scripts.bench.mount import fresh_mount
 from scripts.bench.peers import DirectFiles, Files, Peer, installed
-from scripts.bench.plan import Plan
+from scripts.bench.plan import Plan, shuffled
 from scripts.bench.rows import Row, Series, fastest, speed_row
 from scripts.bench.sessions import Source, Target, verify
 
@@ -46,21 +48,26 @@ def measure(plan: Plan) -> list[Row]:
             verify(into, expected)
             return SIZE / seconds / 1e6
 
-        for _ in range(plan.rounds + 1):
-            speeds["raw"].append(read_limit(raw, SIZE))
-            for what, ours in (("direct", direct), ("plain", plain)):
-                mount.make_cold(mount.point / NAME)
-                speeds[what].append(restore(ours))
-            for peer in peers:
-                speeds[peer.name].append(restore(peer))
+        def restore_ours(peer: Peer) -> float:
+            mount.make_cold(mount.point / NAME)
+            return restore(peer)
+
+        works: dict[str, Callable[[], float]] = {
+            "raw": lambda: read_limit(raw, SIZE),
+            "direct": lambda: restore_ours(direct),
+            "plain": lambda: restore_ours(plain),
+        } | {peer.name: functools.partial(restore, peer) for peer in peers}
+        for number in range(plan.rounds + 1):
+            for name, work in shuffled(works, number):
+                speeds[name].append(work())
     counted = {name: Series(name, values[1:]) for name, values in speeds.items()}
     others = [counted[peer.name] for peer in peers]
     best = fastest(
         counted[peer.name] for peer in peers if peer.stores_layers_apart and peer.is_buffered
     )
     remark = f"read-ahead of the peers' disk: {read_ahead_kib(plan.directory)} KiB"
-    work = f"restore {LAYERS} x 8 MiB, cold, one reader"
-    sides = (f"{work}, O_DIRECT", counted["direct"]), (f"{work}, plain reads", counted["plain"])
+    title = f"restore {LAYERS} x 8 MiB, cold, one reader"
+    sides = (f"{title}, O_DIRECT", counted["direct"]), (f"{title}, plain reads", counted["plain"])
     return [
         speed_row("1a", sides[0][0], 0.9, sides[0][1], counted["raw"]),
         speed_row("1b", sides[1][0], 0.6, sides[1][1], counted["raw"]),

@@ -7,13 +7,13 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 
 from scripts.bench.disk import drop_caches, fio, preadv, read_ahead_kib, timed, write_limit
 from scripts.bench.mount import fresh_mount
 from scripts.bench.peers import ALL, DirectFiles, Peer, installed
-from scripts.bench.plan import Plan
+from scripts.bench.plan import Plan, shuffled
 from scripts.bench.rows import Row, Series, fastest, speed_row
 from scripts.bench.sessions import BLOCK, Source, Target, verify
 
@@ -43,23 +43,36 @@ def measure(plan: Plan) -> list[Row]:
         others = [Restores(peer, peer_sizes, source, target) for peer in peers]
         for restores in (ours, *others):
             restores.save()
-        for number in range(plan.rounds + 1):
-            order = draw.sample(range(len(sizes)), len(sizes))
+        block = total // len(sizes) // BLOCK * BLOCK
+
+        def read_raw(order: Sequence[int]) -> float:
             spans = [(starts[session], sum(sizes[session])) for session in order]
-            block = total // len(sizes) // BLOCK * BLOCK
-            speeds["raw"].append(max(preadv(raw, spans), fio(raw, "randread", total, block=block)))
+            return max(preadv(raw, spans), fio(raw, "randread", total, block=block))
+
+        def restore_ours(order: Sequence[int], is_checked: bool) -> float:
             mount.make_cold(*(mount.point / str(session) for session in order))
-            speeds["ours"].append(ours.in_order(order, is_checked=number == 0))
-            for peer, restores in zip(peers, others, strict=True):
-                part = [session for session in order if session < len(peer_sizes)]
-                speeds[peer.name].append(restores.in_order(part, is_checked=number == 0))
+            return ours.in_order(order, is_checked=is_checked)
+
+        for number in range(plan.rounds + 1):
+            is_checked = number == 0
+            order = draw.sample(range(len(sizes)), len(sizes))
+            part = [session for session in order if session < len(peer_sizes)]
+            works: dict[str, Callable[[], float]] = {
+                "raw": functools.partial(read_raw, order),
+                "ours": functools.partial(restore_ours, order, is_checked),
+            } | {
+                peer.name: functools.partial(restores.in_order, part, is_checked=is_checked)
+                for peer, restores in zip(peers, others, strict=True)
+            }
+            for name, work in shuffled(works, number):
+                speeds[name].append(work())
     counted = {name: Series(name, values[1:]) for name, values in speeds.items()}
     best = fastest(counted[peer.name] for peer in peers if peer.is_buffered)
-    work = f"restore {len(sizes)} sessions of 32 x 128-256 KiB, random order, cold, O_DIRECT"
+    title = f"restore {len(sizes)} sessions of 32 x 128-256 KiB, random order, cold, O_DIRECT"
     return [
-        speed_row("3a", work, 0.85, counted["ours"], counted["raw"]),
+        speed_row("3a", title, 0.85, counted["ours"], counted["raw"]),
         speed_row(
-            "3b", work, 1.5, counted["ours"], best,
+            "3b", title, 1.5, counted["ours"], best,
             peers=[counted[peer.name] for peer in peers],
             remark=f"peers hold {len(peer_sizes)} of the sessions; read-ahead of their disk: "
             f"{read_ahead_kib(plan.directory)} KiB",
