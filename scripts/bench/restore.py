@@ -42,9 +42,8 @@ def measure(plan: Plan) -> list[Row]:
             target.clear()
             peer.close()
             drop_caches()
-            peer.open()
             into = target.shaped([LAYER_SIZE] * LAYERS)
-            seconds = timed(lambda: peer.restore(NAME, into))
+            seconds = timed(lambda: (peer.open(), peer.restore(NAME, into)))
             verify(into, expected)
             return SIZE / seconds / 1e6
 

@@ -98,8 +98,7 @@ class Restores:
         time that the peer may use."""
         self.peer.close()
         drop_caches()
-        self.peer.open()
-        seconds = 0.0
+        seconds = timed(self.peer.open)
         for run in [[number] for number in order] if is_checked else [order]:
             self.target.clear()
             seconds += timed(functools.partial(self._restore, run))

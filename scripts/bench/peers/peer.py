@@ -38,7 +38,7 @@ class Peer(ABC):
     def remove(self, session: str) -> None: ...
 
     def open(self) -> None:  # noqa: B027
-        """Before the first use, and after `close`."""
+        """Before the first use, and after `close`: a part of a cold restore."""
 
     def close(self) -> None:  # noqa: B027
         """Let go of what is in the process's memory: mapped pages stay in the page cache when
