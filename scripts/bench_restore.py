@@ -67,7 +67,7 @@ def measure(directory: Path, rounds: int) -> list[Round]:
     subprocess.run([KVFS, "mkfs", image, "--size", "8G"], check=True, stdout=subprocess.DEVNULL)
     mount = [KVFS, "mount", mountpoint, image, "--log", directory / "log"]
     subprocess.run(mount, check=True, stdout=subprocess.DEVNULL)
-    script = Path(__file__).with_name("null_filesystem.py")
+    script = Path(__file__).parent / "bench/null_filesystem.py"
     keep = ["--keep", directory / "kept"]
     daemons = []
     try:
