@@ -28,6 +28,18 @@ def fio(path: Path, what: str, size: int, *, block: int = MIB, depth: int = DEPT
     return float(json.loads(output)["jobs"][0][what]["bw_bytes"]) / 1e6
 
 
+def fio_latency(path: Path, size: int, block: int, count: int) -> tuple[float, float]:
+    """p50 and p99, in ms, of so many random reads of a file, one at a time, O_DIRECT."""
+    command = [
+        "fio", "--name=raw", f"--filename={path}", f"--size={size}", "--rw=randread",
+        f"--bs={block}", f"--number_ios={count}", "--iodepth=1", "--direct=1",
+        "--ioengine=libaio", "--output-format=json",
+    ]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = json.loads(output)["jobs"][0]["read"]["clat_ns"]["percentile"]
+    return found["50.000000"] / 1e6, found["99.000000"] / 1e6
+
+
 def preadv(path: Path, spans: Sequence[tuple[int, int]], *, depth: int = DEPTH) -> float:
     """MB/s of reading these (offset, length) of a file in this order, O_DIRECT, with `depth`
     threads of plain `preadv`, each span in requests of at most 1 MiB."""
@@ -96,6 +108,11 @@ def timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
+
+
+def speed(size: int, work: Callable[[], object]) -> float:
+    """MB/s of work that moves so many bytes."""
+    return size / timed(work) / 1e6
 
 
 def drop_caches() -> None:
