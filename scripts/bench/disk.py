@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 MIB = 1024 * 1024
 DEPTH = 8
 
@@ -98,9 +100,13 @@ def direct(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
         os.close(fd)
 
 
-def touched(size: int) -> memoryview:
-    """Page-aligned memory whose pages are there."""
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE))
+def touched(size: int, *, large_pages: bool = True) -> memoryview:
+    """Page-aligned memory whose pages are there: large ones, where the kernel has them, as numpy
+    asks for and the warm tier does."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+    memory.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
+    np.frombuffer(memory, np.uint8)[:] = 0
+    return memoryview(memory)
 
 
 def timed(work: Callable[[], object]) -> float:

@@ -80,8 +80,8 @@ def one_round(mount: Mount, raw_file: Path, data: memoryview) -> Round:
     paths = [path for session in sessions for path in layer_paths(session, LAYERS)]
     for session in sessions:
         session.mkdir()
-    save(paths, layers)
     pwritev(raw_file, len(data))
+    save(paths, layers)
     fds = open_all(paths)
     mount.make_cold(*sessions)
     before = mount.stats()["warm"]["hits"]

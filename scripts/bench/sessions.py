@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -72,9 +71,9 @@ def check(found: memoryview, expected: memoryview) -> None:
         raise SystemExit("wrong bytes")
 
 
-def open_all(paths: Sequence[Path]) -> list[int]:
-    """To be read with O_DIRECT, in this order."""
-    return list(map(partial(os.open, flags=os.O_RDONLY | os.O_DIRECT), paths))
+def open_all(paths: Sequence[Path], flags: int = os.O_DIRECT) -> list[int]:
+    """To be read, in this order."""
+    return [os.open(path, os.O_RDONLY | flags) for path in paths]
 
 
 def close_all(fds: Sequence[int]) -> None:
