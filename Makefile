@@ -26,8 +26,8 @@ lint: setup ## Style, types, import direction
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: setup ## Save and restore a session, beside fio on the same disk (as root)
-	$(BIN)/python scripts/bench_restore.py --rounds 3
+bench: setup ## The benchmark suite, short: each figure beside its limit (as root; minutes)
+	$(BIN)/python -m scripts.bench --short
 
 scenarios: setup ## Each profile at its work: simulated, and through a mount (minutes, 8 GiB)
 	for profile in gov ecommerce iot; do $(BIN)/python scripts/scenarios.py $$profile || exit 1; done

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from scripts.bench.disk import pwritev
+from scripts.bench.layers import check, close_all, layer_paths, noise
 from scripts.bench.mount import Mount, fresh_mount
 from scripts.bench.plan import Plan
 from scripts.bench.rows import Row, Series, cost_row
-from scripts.bench.sessions import check, close_all, layer_paths, noise
 
 SESSIONS, LAYERS, STEPS, WRITE_SIZE = 8, 32, 64, 4096
 TURN_SIZE = STEPS * SESSIONS * LAYERS * WRITE_SIZE

@@ -21,10 +21,10 @@ import numpy as np
 
 from scripts.bench import mapped
 from scripts.bench.disk import read_limit, speed, write_limit
+from scripts.bench.layers import check, cut, layer_paths, noise
 from scripts.bench.mount import Mount, fresh_mount
 from scripts.bench.plan import Plan
 from scripts.bench.rows import Row, Series, speed_row
-from scripts.bench.sessions import check, cut, layer_paths, noise
 from scripts.bench.throttle import Throttle, throttle
 
 SESSIONS, LAYERS, LAYER_SIZE = 10, 30, 290_000

@@ -16,7 +16,6 @@ from typing import Any
 from scripts.bench.disk import drop_caches
 
 KVFS = str(Path(sys.executable).with_name("kvfs"))
-_ROOT = Path(__file__).parents[2]
 _WAIT_SECONDS = 60
 
 
@@ -82,21 +81,3 @@ def fresh_mount(
         except subprocess.CalledProcessError:
             subprocess.run([KVFS, "umount", "--force", mount.point], check=False)
         mount.image.unlink()
-
-
-@contextlib.contextmanager
-def null_mount(point: Path, *options: str | Path) -> Iterator[None]:
-    """The filesystem that does nothing, mounted there; see null_filesystem.py for options."""
-    point.mkdir()
-    command = [sys.executable, "-m", "scripts.bench.null_filesystem", point, *options]
-    daemon = subprocess.Popen(command, cwd=_ROOT)
-    try:
-        deadline = time.monotonic() + _WAIT_SECONDS
-        while not point.is_mount():
-            if daemon.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the filesystem that does nothing is not mounted")
-            time.sleep(0.02)
-        yield
-    finally:
-        subprocess.run(["fusermount3", "-u", point], check=False)
-        daemon.wait()

@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from scripts.bench.disk import direct, drop_caches, fio_latency, pwritev, touched
+from scripts.bench.layers import check, close_all, cut, layer_paths, noise, open_all, save
 from scripts.bench.mount import Mount, fresh_mount
 from scripts.bench.plan import Plan
 from scripts.bench.rows import Row, Series, cost_row
-from scripts.bench.sessions import check, close_all, cut, layer_paths, noise, open_all, save
 
 LAYERS, LAYER_SIZE = 32, 256 << 10
 BATCH = 100

@@ -6,11 +6,12 @@ import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from scripts.bench import null_filesystem
 from scripts.bench.disk import MIB, speed, touched, write_limit
-from scripts.bench.mount import Mount, fresh_mount, null_mount
+from scripts.bench.layers import check, cut, layer_paths, noise, restore, save
+from scripts.bench.mount import Mount, fresh_mount
 from scripts.bench.plan import Plan
 from scripts.bench.rows import Row, Series, cost_row, speed_row
-from scripts.bench.sessions import check, cut, layer_paths, noise, restore, save
 
 LAYERS, LAYER_SIZE = 30, 8 * MIB
 SIZE = LAYERS * LAYER_SIZE
@@ -35,8 +36,8 @@ def measure(plan: Plan) -> list[Row]:
     with ExitStack() as stack:
         dropping, keeping = plan.directory / "dropping", plan.directory / "keeping"
         mount = stack.enter_context(fresh_mount(plan.directory, "8G"))
-        stack.enter_context(null_mount(dropping))
-        stack.enter_context(null_mount(keeping, "--keep", plan.directory / "kept"))
+        stack.enter_context(null_filesystem.mounted(dropping))
+        stack.enter_context(null_filesystem.mounted(keeping, "--keep", plan.directory / "kept"))
 
         def one_round() -> Round:
             raw = write_limit(plan.directory / "raw", SIZE)

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.bench.disk import drop_caches, pwritev, read_limit, speed, touched
+from scripts.bench.layers import check, close_all, cut, layer_paths, noise, restore
 from scripts.bench.mount import Mount, fresh_mount
 from scripts.bench.plan import Plan
 from scripts.bench.rows import Row, Series, speed_row
-from scripts.bench.sessions import check, close_all, cut, layer_paths, noise, restore
 
 SESSIONS, LAYERS, TURNS = 4, 30, 50
 PIECES = [64 << 10, 64 << 10, 32 << 10]

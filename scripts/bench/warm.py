@@ -18,12 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.bench import mapped
+from scripts.bench import mapped, null_filesystem
 from scripts.bench.disk import MIB, speed, touched
-from scripts.bench.mount import Mount, fresh_mount, null_mount
-from scripts.bench.plan import Plan
-from scripts.bench.rows import Row, Series, speed_row
-from scripts.bench.sessions import (
+from scripts.bench.layers import (
     check,
     close_all,
     cut,
@@ -33,6 +30,9 @@ from scripts.bench.sessions import (
     read,
     save,
 )
+from scripts.bench.mount import Mount, fresh_mount
+from scripts.bench.plan import Plan
+from scripts.bench.rows import Row, Series, speed_row
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def measure(plan: Plan) -> list[Row]:
     small = Shape(plan.pick(40, 16), 32, 256 << 10, 256 << 10)
     large = Shape(1, 30, 8 * MIB, MIB)
     null = plan.directory / "null"
-    with fresh_mount(plan.directory, "8G") as mount, null_mount(null):
+    with fresh_mount(plan.directory, "8G") as mount, null_filesystem.mounted(null):
         of_small, of_large = (
             Bench(mount, null, plan.directory / f"plain-{shape.request}", shape).measure(
                 plan.rounds
