@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvfs.torch import HotPool, KVFSCache
-from scripts.bench.disk import MIB, pwritev, read_limit, speed, touched
+from scripts.bench.disk import MIB, best_speed, pwritev, read_limit, speed, touched
 from scripts.bench.layers import check, cut, layer_paths, noise, save
 from scripts.bench.mount import Mount, fresh_mount
 from scripts.bench.plan import Plan
@@ -138,7 +138,7 @@ def _rounds(plan: Plan) -> list[Round]:
         bench.write()
 
         def one_round() -> Round:
-            memcpy = speed(SIZE, lambda: list(map(_copy, source, target)))
+            memcpy = best_speed(SIZE, lambda: list(map(_copy, source, target)))
             warm, small = bench.warm(SLAB_BYTES), bench.warm(SMALL_SLAB_BYTES)
             pwritev(raw_file, SIZE)
             raw = read_limit(raw_file, SIZE)

@@ -124,4 +124,4 @@ def _verify(parts: Sequence[Sequence[mapped.Part]], data: memoryview) -> None:
     found = np.zeros(SIZE, np.uint8)
     targets = [found[at : at + LAYER_SIZE] for at in range(0, SIZE, LAYER_SIZE)]
     mapped.copy_out(parts, mapped.map_files(parts), targets)
-    check(memoryview(found), data)
+    check(found.data, data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from scripts.bench import null_filesystem
 from scripts.bench.disk import MIB, speed, touched, write_limit
@@ -42,11 +43,9 @@ def measure(plan: Plan) -> list[Row]:
         def one_round() -> Round:
             raw = write_limit(plan.directory / "raw", SIZE)
             (plan.directory / "raw").unlink()
-            nulls = [
-                speed(SIZE, lambda at=at: save(layer_paths(at, LAYERS), cut(data, LAYER_SIZE)))
-                for at in (dropping, keeping)
-            ]
-            return Round(raw, *nulls, *_save_twice(mount, data))
+            return Round(
+                raw, _save(dropping, data), _save(keeping, data), *_save_twice(mount, data)
+            )
 
         rounds = [one_round() for _ in range(plan.rounds + 1)][1:]
     raw = Series("raw sequential write", [r.raw for r in rounds])
@@ -79,9 +78,9 @@ def _save_twice(mount: Mount, data: memoryview) -> tuple[float, float, float, fl
         session.mkdir()
     one, four = (layer_paths(session, LAYERS) for session in sessions)
     before = mount.device_written()
-    ours = speed(SIZE, lambda: save(one, cut(data, LAYER_SIZE)))
+    ours = _save(sessions[0], data)
     device = mount.device_written() - before
-    by_four = speed(SIZE, lambda: save(four, cut(data, LAYER_SIZE), writers=4))
+    by_four = _save(sessions[1], data, writers=4)
     blocks = sum(path.stat().st_blocks * 512 for path in one)
     mount.make_cold(*sessions)
     found = touched(SIZE)
@@ -91,3 +90,9 @@ def _save_twice(mount: Mount, data: memoryview) -> tuple[float, float, float, fl
     for session in sessions:
         shutil.rmtree(session)
     return ours, by_four, device, blocks
+
+
+def _save(session: Path, data: memoryview, *, writers: int = 1) -> float:
+    """MB/s."""
+    paths, layers = layer_paths(session, LAYERS), cut(data, LAYER_SIZE)
+    return speed(SIZE, lambda: save(paths, layers, writers=writers))

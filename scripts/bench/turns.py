@@ -96,16 +96,16 @@ def _grow(sessions: Sequence[Path], layers: Sequence[memoryview]) -> None:
     fds = [[os.open(path, flags, 0o600) for path in layer_paths(s, LAYERS)] for s in sessions]
     at = 0
     for _ in range(TURNS):
-        for session in fds:
+        for layer_fds in fds:
             begin = at
             for size in PIECES:
-                for fd, layer in zip(session, layers, strict=True):
+                for fd, layer in zip(layer_fds, layers, strict=True):
                     os.write(fd, layer[begin : begin + size])
                 begin += size
-            os.fsync(session[0])
+            os.fsync(layer_fds[0])
         at += sum(PIECES)
-    for session in fds:
-        close_all(session)
+    for layer_fds in fds:
+        close_all(layer_fds)
 
 
 def _restore(session: Path, data: memoryview) -> Restored:
