@@ -45,9 +45,13 @@ class Admission:
                 self._tell_of_full_tmpfs()
                 raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
             yield from writer.relieve()
-        wanted = charge + writer.index.grows_by(changed)
-        if not self.space.has_room(wanted, writer.promised, purpose):
-            yield from self._make_space(wanted, purpose)
+        if not self.has_space(charge, changed, purpose):
+            yield from self._make_space(charge + writer.index.grows_by(changed), purpose)
+
+    def has_space(self, charge: int, changed: int, purpose: Purpose) -> bool:
+        """Whether the ring has it now."""
+        wanted = charge + self.writer.index.grows_by(changed)
+        return self.space.has_room(wanted, self.writer.promised, purpose)
 
     def _tell_of_full_tmpfs(self) -> None:
         now = time.monotonic()

@@ -259,6 +259,8 @@ class Store:
     def _lookup(self, directory: int, name: bytes) -> Step[Node]:
         parent = yield from self._state.nodes.node(directory)
         if name == b".":
+            if not parent.inode.nlink and not self.is_pinned(directory):
+                raise error(errno.ENOENT)  # it is still to be dropped
             return parent
         if not parent.is_directory:
             raise error(errno.ENOTDIR)
@@ -571,8 +573,13 @@ class Store:
             return
         nodes = self._state.nodes
         free = [ino for ino in nodes.nameless if ino not in nodes.pins]
-        for first in range(0, len(free), _DROPPED_AT_ONCE):
-            yield from self._drop(free[first : first + _DROPPED_AT_ONCE])
+        while free:
+            op = ops.Drop(0, free[:_DROPPED_AT_ONCE])
+            # One after the other where the ring is full: each makes room.
+            has_space = self._admission.has_space(cost(op), changes(op), Purpose.REMOVE)
+            count = len(op.inos) if has_space else 1
+            yield from self._drop(free[:count])
+            del free[:count]
 
     def _remove(self, op: ops.Operation) -> Step[int]:
         inode = yield from self._perform(op, purpose=Purpose.REMOVE)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 MIB = 1024 * 1024
 DEPTH = 8
 
@@ -30,6 +32,18 @@ def fio(
     ]  # fmt: skip
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return float(json.loads(output)["jobs"][0][what.removeprefix("rand")]["bw_bytes"]) / 1e6
+
+
+def fio_latency(path: Path, size: int, block: int, count: int) -> tuple[float, float]:
+    """p50 and p99, in ms, of so many random reads of a file, one at a time, O_DIRECT."""
+    command = [
+        "fio", "--name=raw", f"--filename={path}", f"--size={size}", "--rw=randread",
+        f"--bs={block}", f"--number_ios={count}", "--iodepth=1", "--direct=1",
+        "--ioengine=libaio", "--output-format=json",
+    ]  # fmt: skip
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = json.loads(output)["jobs"][0]["read"]["clat_ns"]["percentile"]
+    return found["50.000000"] / 1e6, found["99.000000"] / 1e6
 
 
 def preadv(path: Path, spans: Sequence[tuple[int, int]], *, depth: int = DEPTH) -> float:
@@ -90,9 +104,13 @@ def direct(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
         os.close(fd)
 
 
-def touched(size: int) -> memoryview:
-    """Page-aligned memory whose pages are there."""
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE))
+def touched(size: int, *, large_pages: bool = True) -> memoryview:
+    """Page-aligned memory whose pages are there: large ones, where the kernel has them, as numpy
+    asks for and the warm tier does."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+    memory.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
+    np.frombuffer(memory, np.uint8)[:] = 0
+    return memoryview(memory)
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -107,6 +125,17 @@ def read_ahead_kib(path: Path) -> int:
     device = path.stat().st_dev
     bdi = f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb"
     return int(Path(bdi).read_text())
+
+
+def speed(size: int, work: Callable[[], object]) -> float:
+    """MB/s of work that moves so many bytes."""
+    return size / timed(work) / 1e6
+
+
+def best_speed(size: int, work: Callable[[], object]) -> float:
+    """MB/s of a limit that is measured in milliseconds, which all else on the machine disturbs:
+    the best of three."""
+    return max(speed(size, work) for _ in range(3))
 
 
 def drop_caches() -> None:
