@@ -272,9 +272,10 @@ class Filesystem(pyfuse3.Operations):
             return handle.snapshot[off : off + size]
         if not handle.direct:
             self._in_page_cache.add(handle.ino)
-        self._saw_use(handle)
+        data = await self._run(self._read(handle, off, size))
+        self._saw_use(handle, len(data))
         # The reply is copied before anything else runs, so it may be a view.
-        return cast(bytes, await self._run(self._read(handle, off, size)))
+        return cast(bytes, data)
 
     def _read(self, handle: _Handle, offset: int, size: int) -> Step[memoryview]:
         if handle.reader is not None:
@@ -292,7 +293,8 @@ class Filesystem(pyfuse3.Operations):
 
     @_handler
     async def flush(self, fh: FileHandleT) -> None:
-        pass
+        # Nothing is kept back until a close; the kernel does not ask again.
+        raise FUSEError(errno.ENOSYS)
 
     @_handler
     async def release(self, fh: FileHandleT) -> None:
@@ -480,10 +482,10 @@ class Filesystem(pyfuse3.Operations):
             stored = (yield from store.units.unit(session)).stored
             self._planner.saw_open(session, time.monotonic(), stored)
 
-    def _saw_use(self, handle: _Handle) -> None:
+    def _saw_use(self, handle: _Handle, read: int = 0) -> None:
         self._uses.record(handle.session, handle.ino)
         if handle.session:
-            self._planner.saw_use(handle.session, time.monotonic())
+            self._planner.saw_use(handle.session, time.monotonic(), read)
 
     async def _hint(self, ino: int, value: bytes) -> None:
         session, size = await self._run(control.hinted(self._store, ino))

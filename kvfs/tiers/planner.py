@@ -64,10 +64,11 @@ class _Brought:
 
 @dataclass(slots=True)
 class _Opened:
-    """When it was opened or used last; its size in bytes."""
+    """When it was opened or used last; its size, and how much of it was read since, in bytes."""
 
     last_use: float
     size: int
+    read: int = 0
 
 
 class Planner:
@@ -108,10 +109,12 @@ class Planner:
     def saw_open(self, session: int, now: float, size: int) -> None:
         """A file of it, of `size` bytes in all, was opened for reading. While somebody reads it
         the device has enough to do: it is brought in once nobody did for a while."""
-        self._opened[session] = _Opened(now, size)
+        opened = self._opened.setdefault(session, _Opened(now, size))
+        opened.last_use, opened.size = now, size
 
-    def saw_use(self, session: int, now: float) -> None:
-        """A read or write of one of its files reached us."""
+    def saw_use(self, session: int, now: float, read: int = 0) -> None:
+        """A read, of so many bytes, or a write of one of its files reached us. Who has read all
+        of it has it, and does not want it a second time."""
         brought = self._brought.pop(session, None)
         if brought is not None:
             brought.is_right = True
@@ -120,6 +123,9 @@ class Planner:
         opened = self._opened.get(session)
         if opened is not None:
             opened.last_use = now
+            opened.read += read
+            if opened.read >= opened.size:
+                del self._opened[session]
         self._predictor.used(session, now)
 
     def hint(self, session: int, said: hints.Said, now: float, size: int) -> None:

@@ -15,6 +15,7 @@ from cachetools import LRUCache
 
 from kvfs.engine.format import Extent
 from kvfs.engine.io import Step
+from kvfs.engine.nodes import Node
 from kvfs.engine.store import Store
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class Reader:
 @dataclass(slots=True)
 class _Siblings:
     """The files of a directory by name, as of its mtime, the last one opened, the last one
-    read, and how many were read in order up to that."""
+    read, and how many were read in order up to that. Behind that one `ahead` bytes are read
+    ahead, up to `offset` of the file at `next`; `window` is how many there should be."""
 
     mtime_ns: int
     order: list[int]
@@ -69,11 +71,25 @@ class _Siblings:
     last_opened: int = -1
     last_read: int = -1
     run: int = 0
+    next: int = 0
+    offset: int = 0
+    ahead: int = 0
+    window: int = _WINDOW_MIN
 
-    def saw_read(self, place: int) -> None:
-        if place != self.last_read:
-            self.run = self.run + 1 if place == self.last_read + 1 else 1
-            self.last_read = place
+    def saw_read(self, place: int, size: int, window_max: int) -> None:
+        """Of the file at that place, which has so many bytes."""
+        if place == self.last_read:
+            return
+        if place == self.last_read + 1:
+            self.run += 1
+            self.window = min(2 * self.window, window_max)
+        else:
+            self.run, self.window, self.next = 1, _WINDOW_MIN, 0
+        self.last_read = place
+        if self.next > place:
+            self.ahead -= size
+        else:
+            self.next, self.offset, self.ahead = place + 1, 0, 0
 
     def goes_on(self, reader: Reader, place: int) -> bool:
         """Whether the next file is likely to be read next. That files were opened in order says
@@ -123,27 +139,38 @@ class LookAhead:
     def _start(self, reader: Reader, start: int, end: int) -> Step[None]:
         node = yield from self.store.node(reader.ino)
         if reader.expected < node.inode.size:
-            yield from self._fetch(reader.ino, start, end - start)
+            self._read_ahead((yield from self.store.extents(reader.ino, start, end - start)))
         if end > node.inode.size:
-            yield from self._start_siblings(reader, node.inode.parent, end - node.inode.size)
+            yield from self._start_siblings(reader, node, end - node.inode.size)
 
-    def _start_siblings(self, reader: Reader, directory: int, wanted: int) -> Step[None]:
-        siblings = yield from self._siblings(directory)
+    def _start_siblings(self, reader: Reader, node: Node, wanted: int) -> Step[None]:
+        siblings = yield from self._siblings(node.inode.parent)
         place = siblings.place.get(reader.ino)
         if place is None:
             return
-        siblings.saw_read(place)
+        siblings.saw_read(place, node.inode.size, self.window_max)
         if not siblings.goes_on(reader, place):
             return
-        for ino in siblings.order[place + 1 :]:
-            node = yield from self.store.node(ino)
-            yield from self._fetch(ino, 0, wanted)
-            wanted -= node.inode.size
-            if wanted <= 0:
-                return
+        # Many at a time: neighbours in the ring are then one read.
+        window = max(wanted, siblings.window)
+        if siblings.ahead <= window // 2:
+            self._read_ahead((yield from self._behind(siblings, window)))
 
-    def _fetch(self, ino: int, offset: int, length: int) -> Step[None]:
-        extents: list[Extent] = yield from self.store.extents(ino, offset, length)
+    def _behind(self, siblings: _Siblings, window: int) -> Step[list[Extent]]:
+        """What is still to be read ahead, of one file after the other."""
+        extents: list[Extent] = []
+        while siblings.ahead < window and siblings.next < len(siblings.order):
+            ino = siblings.order[siblings.next]
+            size = (yield from self.store.node(ino)).inode.size
+            length = min(size - siblings.offset, window - siblings.ahead)
+            extents += yield from self.store.extents(ino, siblings.offset, length)
+            siblings.ahead += length
+            siblings.offset += length
+            if siblings.offset >= size:
+                siblings.next, siblings.offset = siblings.next + 1, 0
+        return extents
+
+    def _read_ahead(self, extents: list[Extent]) -> None:
         if extents and self.store.has_room:
             self.store.reader.read_ahead(extents, _CHUNKS_MAX)
 
