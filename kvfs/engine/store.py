@@ -58,6 +58,7 @@ WRITE_SIZE_MAX = 1024 * 1024
 _WRITE_SECONDS = 5.0
 _FLUSH_SECONDS = 30.0
 _TICK_SECONDS = 1.0
+_BOOKED_SECONDS = 10.0
 _BOOKED_A_TICK = 2000  # after a crash there may be very many: requests do not wait for all
 _DROPPED_AT_ONCE = 64  # inodes: an operation that frees more would hold up others
 
@@ -131,6 +132,7 @@ class Store:
             self._writer, self._space, buffer, self._reclaimer, self.drop_free
         )
         self._freed = 0
+        self._booked = time.monotonic()
         self.damage = loaded.damage
         self.read_only = device.read_only or loaded.damage is not None
 
@@ -679,7 +681,9 @@ class Store:
         if (due and written) or long or many or writer.ids_are_short:
             yield from writer.checkpoint()
         yield from self.drop_free()
-        yield from self._units.book(_BOOKED_A_TICK)
+        if now - self._booked > _BOOKED_SECONDS or self._units.to_book > _BOOKED_A_TICK:
+            self._booked = now
+            yield from self._units.book(_BOOKED_A_TICK)
         usage = self.usage()
         yield from self._reclaimer.expire(is_filling=usage.free < usage.total * 3 // 10)
         if self._space.is_short and self._space.is_worth_cleaning:

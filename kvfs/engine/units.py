@@ -100,10 +100,13 @@ class Units:
     def session_of(self, ino: int) -> Step[int]:
         """The session that a file is in, as it was up to a minute ago; 0 in a pool."""
         directory = (yield from self.state.nodes.node(ino)).inode.parent
+        return (yield from self._session_of(directory, {}))
+
+    def _session_of(self, directory: int, known: dict[int, _Above]) -> Step[int]:
         session = self._sessions.get(directory)
         if session is None:
             try:
-                session = (yield from self._above(directory, {})).session or 0
+                session = (yield from self._above(directory, known)).session or 0
             except FileNotFoundError:  # of a file without a name
                 session = 0
             self._sessions[directory] = session
@@ -194,6 +197,11 @@ class Units:
         value = yield from self.index.get(unit_key(ino))
         return Unit() if value is None else Unit.unpack(value)
 
+    @property
+    def to_book(self) -> int:
+        """How many inodes were used since `book`."""
+        return len(self._used)
+
     def book(self, limit: int = _USED_MAX) -> Step[None]:
         """Find the units of what was used, of so many inodes at most, and note when."""
         used = dict(islice(self._used.items(), limit))
@@ -201,11 +209,15 @@ class Units:
         known: dict[int, _Above] = {}
         for ino, used_ns in used.items():
             try:
-                unit = yield from self._unit_of(ino, known)
+                node = yield from self.state.nodes.node(ino)
             except FileNotFoundError:
                 continue  # it is gone
-            if _is_pool(unit, known):
+            # What is none any longer is found out before it is removed.
+            directory = ino if node.is_directory else node.inode.parent
+            session = yield from self._session_of(directory, known)
+            if not session and node.is_directory:
                 continue  # the directory of a pool is no unit
+            unit = session or ino
             latest[unit] = max(used_ns, latest.get(unit, 0))
         for ino, used_ns in latest.items():
             yield from self._book(ino, used_ns)
