@@ -8,7 +8,7 @@ other: fio writing and reading 240 MiB of a new file (O_DIRECT, 1 MiB, depth
 it with O_DIRECT and with plain buffered reads, the session sent down from the warm tier
 and the kernel's page cache dropped before each (needs root), and writing the same to two
 filesystems that store nothing: one drops the bytes, the other does only what the promise
-of KVFS costs (see null_filesystem.py).
+of KVFS costs (see bench/null_filesystem.py).
 Ratios are medians of the rounds' ratios: the disk drifts, the rounds are interleaved.
 """
 
@@ -67,7 +67,7 @@ def measure(directory: Path, rounds: int) -> list[Round]:
     subprocess.run([KVFS, "mkfs", image, "--size", "8G"], check=True, stdout=subprocess.DEVNULL)
     mount = [KVFS, "mount", mountpoint, image, "--log", directory / "log"]
     subprocess.run(mount, check=True, stdout=subprocess.DEVNULL)
-    script = Path(__file__).with_name("null_filesystem.py")
+    script = Path(__file__).with_name("bench") / "null_filesystem.py"
     keep = ["--keep", directory / "kept"]
     daemons = []
     try:

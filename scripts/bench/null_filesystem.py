@@ -1,6 +1,6 @@
 """A pyfuse3 filesystem that does nothing: what FUSE and Python cost by themselves.
 
-    python scripts/null_filesystem.py MOUNTPOINT [--keep FILE]
+    python scripts/bench/null_filesystem.py MOUNTPOINT [--keep FILE]
 
 Files can be made and written (the bytes are dropped) and read (zeros). With --keep it
 does with the bytes what no filesystem that keeps KVFS's promise can do without: copies
