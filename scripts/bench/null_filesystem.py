@@ -2,8 +2,8 @@
 
     python scripts/bench/null_filesystem.py MOUNTPOINT [--keep FILE]
 
-Files can be made and written (the bytes are dropped) and read (zeros). With --keep it
-does with the bytes what no filesystem that keeps KVFS's promise can do without: copies
+Files can be made, renamed and removed, written (the bytes are dropped) and read (zeros). With
+--keep it does with the bytes what no filesystem that keeps KVFS's promise can do without: copies
 them to a tmpfs and sums them before it answers, and writes them to FILE from there,
 8 MiB at a time. Benchmarks mount it beside KVFS, in the same run.
 """
@@ -11,14 +11,17 @@ them to a tmpfs and sums them before it answers, and writes them to FILE from th
 from __future__ import annotations
 
 import argparse
-import errno
+import contextlib
 import itertools
 import mmap
 import os
 import queue
 import stat
+import subprocess
+import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyfuse3
@@ -34,29 +37,87 @@ _CHUNKS = 6
 
 
 class NullFilesystem(pyfuse3.Operations):
-    """A flat directory of files that are all of one size."""
+    """Directories of names; files are all of one size. Nothing is looked up but names, and what
+    the kernel was told it may remember, as with KVFS."""
 
     def __init__(self, keeper: Keeper | None) -> None:
         super().__init__()
         self._keeper = keeper
-        self._inodes: dict[bytes, int] = {}
+        self._next_inode = itertools.count(pyfuse3.ROOT_INODE + 1)
+        self._directories: dict[int, dict[bytes, int]] = {pyfuse3.ROOT_INODE: {}}
+        self._listings: dict[int, list[tuple[bytes, int]]] = {}
+        self._next_handle = itertools.count()
         self._zeros = memoryview(bytes(1 << 20))
+
+    # -- names
 
     async def lookup(
         self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        if name not in self._inodes:
-            raise pyfuse3.FUSEError(errno.ENOENT)
-        return _attributes(self._inodes[name])
+        return self._attributes(self._directories[parent_inode].get(name, 0))
 
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
-        return _attributes(inode)
+        return self._attributes(inode)
+
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        inode = self._directories[parent_inode][name] = next(self._next_inode)
+        self._directories[inode] = {}
+        return self._attributes(inode)
 
     async def create(
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
-        inode = self._inodes.setdefault(name, len(self._inodes) + 2)
-        return await self.open(inode, flags, ctx), _attributes(inode)
+        inode = self._directories[parent_inode][name] = next(self._next_inode)
+        return pyfuse3.FileInfo(fh=inode), self._attributes(inode)
+
+    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        del self._directories[parent_inode][name]
+
+    async def rename(
+        self,
+        parent_inode_old: int,
+        name_old: bytes,
+        parent_inode_new: int,
+        name_new: bytes,
+        flags: int,
+        ctx: pyfuse3.RequestContext,
+    ) -> None:
+        inode = self._directories[parent_inode_old].pop(name_old)
+        self._directories[parent_inode_new][name_new] = inode
+
+    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
+        pass
+
+    def _attributes(self, inode: int) -> pyfuse3.EntryAttributes:
+        attributes = pyfuse3.EntryAttributes()
+        attributes.st_ino = inode
+        is_directory = inode in self._directories
+        attributes.st_mode = (stat.S_IFDIR | 0o755) if is_directory else (stat.S_IFREG | 0o644)
+        attributes.st_size = 0 if is_directory else _SIZE
+        attributes.st_nlink = 1
+        attributes.attr_timeout = attributes.entry_timeout = _TIMEOUT_SECONDS
+        return attributes
+
+    # -- directories
+
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        handle = next(self._next_handle)
+        self._listings[handle] = list(self._directories[inode].items())
+        return handle
+
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        listing = self._listings[fh]
+        for number in range(start_id, len(listing)):
+            name, inode = listing[number]
+            if not pyfuse3.readdir_reply(token, name, self._attributes(inode), number + 1):
+                return
+
+    async def releasedir(self, fh: int) -> None:
+        del self._listings[fh]
+
+    # -- files
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         return pyfuse3.FileInfo(fh=inode)
@@ -77,20 +138,6 @@ class NullFilesystem(pyfuse3.Operations):
 
     async def release(self, fh: int) -> None:
         pass
-
-    async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
-        pass
-
-
-def _attributes(inode: int) -> pyfuse3.EntryAttributes:
-    attributes = pyfuse3.EntryAttributes()
-    attributes.st_ino = inode
-    is_root = inode == pyfuse3.ROOT_INODE
-    attributes.st_mode = (stat.S_IFDIR | 0o755) if is_root else (stat.S_IFREG | 0o644)
-    attributes.st_size = 0 if is_root else _SIZE
-    attributes.st_nlink = 1
-    attributes.attr_timeout = attributes.entry_timeout = _TIMEOUT_SECONDS
-    return attributes
 
 
 class Keeper:
@@ -127,6 +174,22 @@ def _tmpfs_chunk() -> memoryview:
     fd = os.memfd_create("chunk")
     os.posix_fallocate(fd, 0, _CHUNK)
     return memoryview(mmap.mmap(fd, _CHUNK, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+
+
+@contextlib.contextmanager
+def mounted(point: Path, *options: str | Path) -> Iterator[int]:
+    """One more process serves it at `point`, which is made; yields its pid."""
+    point.mkdir()
+    daemon = subprocess.Popen([sys.executable, __file__, point, *options])
+    try:
+        while not os.path.ismount(point):
+            if daemon.poll() is not None:
+                raise SystemExit(f"the null filesystem cannot be mounted on {point}")
+            time.sleep(0.05)
+        yield daemon.pid
+    finally:
+        subprocess.run(["fusermount3", "-u", point], check=False)
+        daemon.wait()
 
 
 def main() -> None:
