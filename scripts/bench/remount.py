@@ -61,7 +61,7 @@ def measure(plan: Plan) -> list[Row]:
         raise SystemExit(f"wrong after the mounts: {', '.join(visited.wrong[:5])}")
     files = f"{sessions * LAYERS} layer files"
     return [
-        bound_row("10a", f"{files}: mount after a clean end, nothing cached", 
+        bound_row("10a", f"{files}: mount after a clean end, nothing cached",
                   [timing.clean for timing in timings], "s", at_most=CLEAN_SECONDS_MAX),
         bound_row("10b", f"{files}: the same, programs and modules cached",
                   [timing.beside for timing in timings], "s"),
