@@ -34,7 +34,7 @@ scenarios: setup ## Each profile at its work: simulated, and through a mount (mi
 	for profile in gov ecommerce iot; do $(BIN)/python scripts/scenarios.py $$profile || exit 1; done
 
 scale: setup ## A million layer files: time to mount, memory to serve them (minutes, 8 GiB)
-	$(BIN)/python scripts/scale.py
+	$(BIN)/python -m scripts.bench --rows 10
 
 crash: setup ## The long crash tests: minutes
 	$(BIN)/pytest -m crash_long

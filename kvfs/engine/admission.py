@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvfs.engine.buffer import Buffer
-from kvfs.engine.io import Step
+from kvfs.engine.io import Completion, Step
 from kvfs.engine.nodes import error
 from kvfs.engine.reclaim import Reclaimer
 from kvfs.engine.space import Purpose, Space
@@ -34,6 +34,8 @@ class Admission:
     reclaimer: Reclaimer
     drop_free: Callable[[], Step[None]]
     _told: float = float("-inf")
+    _cleaning: Completion[None] | None = None
+    _looked_at: int | None = None
 
     def admit(self, charge: int, changed: int, length: int, purpose: Purpose) -> Step[None]:
         """Wait until there is room for an operation that may take `charge` bytes of the ring in
@@ -45,6 +47,7 @@ class Admission:
                 self._tell_of_full_tmpfs()
                 raise error(errno.ENOSPC, "the operation log has no room (is the tmpfs full?)")
             yield from writer.relieve()
+        self._clean_ahead()
         if not self.has_space(charge, changed, purpose):
             yield from self._make_space(charge + writer.index.grows_by(changed), purpose)
 
@@ -62,6 +65,25 @@ class Admission:
     def _unsaved_max(self) -> int:
         """Dirty bytes are bounded by what the device takes in 5 s."""
         return max(_DIRTY_MIN, int(self.writer.auto.device * _DIRTY_SECONDS))
+
+    def _clean_ahead(self) -> None:
+        """Beside those who write, while there is still room to carry much: the two checkpoints
+        after which segments are free then free several. Looked at once in each segment."""
+        segment = self.writer.ring.position.segment
+        is_at_it = self._cleaning is not None and not self._cleaning.done
+        if segment != self._looked_at and not is_at_it and self.space.is_short:
+            self._looked_at = segment
+            self._cleaning = self.writer.executor.spawn(self._cleaned_ahead())
+
+    def _cleaned_ahead(self) -> Step[None]:
+        writer, space = self.writer, self.space
+        while space.is_short and space.is_worth_cleaning:
+            before = writer.counters.cleaned_segments
+            yield from writer.clean()
+            yield from writer.checkpoint()
+            yield from writer.checkpoint()
+            if writer.counters.cleaned_segments == before:
+                return
 
     def _make_space(self, charge: int, purpose: Purpose) -> Step[None]:
         """Until there is room: write checkpoints (what is dead becomes free once both

@@ -39,6 +39,13 @@ class Mount:
     def umount(self) -> None:
         kvfs("umount", self.point)
 
+    def end(self) -> None:
+        """Unmount, also when it is in use or its daemon has ended."""
+        try:
+            self.umount()
+        except subprocess.CalledProcessError:
+            subprocess.run([KVFS, "umount", "--force", self.point], check=False)
+
     def stats(self) -> dict[str, Any]:
         document: dict[str, Any] = json.loads((self.point / ".kvfs/stats.json").read_text())
         return document
@@ -76,8 +83,5 @@ def fresh_mount(
     try:
         yield mount
     finally:
-        try:
-            mount.umount()
-        except subprocess.CalledProcessError:
-            subprocess.run([KVFS, "umount", "--force", mount.point], check=False)
+        mount.end()
         mount.image.unlink()

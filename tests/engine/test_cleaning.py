@@ -55,6 +55,20 @@ def test_a_ring_that_is_turned_over_at_85_percent_keeps_every_byte(tmpfs: Path, 
         assert bench.read(ino) == painted(number, versions[number], size)
 
 
+def test_two_checkpoints_free_several_segments(tmpfs: Path) -> None:
+    """Cleaning begins while there is room for more than one."""
+    bench = Bench(tmpfs, new_device(segments=192))
+    inos = fill(bench, 0.85, 120_000)
+    random = Random(1)
+    while bench.store.counters.device_written < 2 * bench.device.size:
+        number = random.randrange(len(inos))
+        run(bench.store.unlink(1, b"file-%d" % number))
+        bench.write(bench.make(b"file-%d" % number), noise(120_000, number))
+    counters = bench.store.counters
+    assert counters.cleaned_segments > 30
+    assert counters.checkpoints < counters.cleaned_segments
+
+
 def test_a_cleaned_segment_is_free_two_checkpoints_later(bench: Bench) -> None:
     for number in range(40):
         bench.write(bench.make(b"%d" % number), painted(number, 0, 100_000))
