@@ -6,26 +6,58 @@ import math
 import mmap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import numpy as np
 
 from kvfs.torch.layout import RowLayout
 
 # Large enough for long requests, small enough to stay in the cache between read and copy.
 _PIECE_BYTES = 2 << 20
 _IDLE_PIECES = 4
+_LARGE_PAGE = 2 << 20
+
+
+class _Arena:
+    """Memory in large pages, where the kernel has them, handed out piece by piece. It goes back
+    with the last of its pieces."""
+
+    def __init__(self) -> None:
+        self._rest = memoryview(b"")
+
+    def take(self, nbytes: int) -> memoryview:
+        if nbytes > _LARGE_PAGE // 2:
+            return _touched(nbytes)
+        if nbytes > len(self._rest):
+            self._rest = _touched(_LARGE_PAGE)
+        piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
+        return piece
+
 
 _lock = threading.Lock()
-_idle: list[mmap.mmap] = []
+_idle: list[memoryview] = []
+_arena = _Arena()
 
 
-def page_aligned(nbytes: int) -> mmap.mmap:
+def page_aligned(nbytes: int) -> memoryview:
     """Fresh memory of at least `nbytes`, whole pages, already touched.
 
     Touching memory costs more than reading a file into it, so this is for memory that is
-    used again and again.
+    used again and again. Safe to use from several threads.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return mmap.mmap(-1, whole_pages(max(1, nbytes)), flags=flags)
+    with _lock:
+        return _arena.take(whole_pages(max(1, nbytes)))
+
+
+def _touched(nbytes: int) -> memoryview:
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes + _LARGE_PAGE, flags=flags)
+    with suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    every_byte = np.frombuffer(memory, np.uint8)
+    start = -every_byte.ctypes.data % _LARGE_PAGE
+    every_byte[start : start + nbytes : mmap.PAGESIZE] = 0
+    return memoryview(memory)[start : start + nbytes]
 
 
 def whole_pages(nbytes: int) -> int:
@@ -43,7 +75,7 @@ def staging(layout: RowLayout) -> Iterator[memoryview]:
     length = piece_bytes(layout)
     piece = _take(length)
     try:
-        yield memoryview(piece)[:length]
+        yield piece[:length]
     finally:
         with _lock:
             if len(_idle) < _IDLE_PIECES:
@@ -57,7 +89,7 @@ def piece_bytes(layout: RowLayout) -> int:
     return max(1, _PIECE_BYTES // step) * step
 
 
-def _take(length: int) -> mmap.mmap:
+def _take(length: int) -> memoryview:
     with _lock:
         for index, piece in enumerate(_idle):
             if length <= len(piece):
