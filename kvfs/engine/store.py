@@ -59,6 +59,7 @@ _WRITE_SECONDS = 5.0
 _FLUSH_SECONDS = 30.0
 _TICK_SECONDS = 1.0
 _BOOKED_SECONDS = 10.0
+_TO_BOOK_MAX = 20_000
 _BOOKED_A_TICK = 2000  # after a crash there may be very many: requests do not wait for all
 _DROPPED_AT_ONCE = 64  # inodes: an operation that frees more would hold up others
 
@@ -681,7 +682,7 @@ class Store:
         if (due and written) or long or many or writer.ids_are_short:
             yield from writer.checkpoint()
         yield from self.drop_free()
-        if now - self._booked > _BOOKED_SECONDS or self._units.to_book > _BOOKED_A_TICK:
+        if now - self._booked > _BOOKED_SECONDS or self._units.to_book > _TO_BOOK_MAX:
             self._booked = now
             yield from self._units.book(_BOOKED_A_TICK)
         usage = self.usage()

@@ -186,9 +186,12 @@ class Units:
 
     def stored(self, ino: int) -> Step[int]:
         """What an inode and all below it take on the device, in bytes."""
+        return (yield from self._taken((yield from self._members(ino))))
+
+    def _taken(self, inos: list[int]) -> Step[int]:
         total = 0
-        for below in (yield from self._members(ino)):
-            total += (yield from self.state.nodes.node(below)).taken
+        for ino in inos:
+            total += (yield from self.state.nodes.node(ino)).taken
         return total
 
     # -- when used
@@ -234,9 +237,12 @@ class Units:
             return
         ttl = yield from self.state.names.xattr(ino, TTL_XATTR)
         try:
-            stored = yield from self.stored(ino)
+            members = yield from self._members(ino)
+            stored = yield from self._taken(members)
         except FileNotFoundError:
             return
+        if len(members) > SESSION_FILES_MAX:
+            self._sessions.pop(ino, None)  # it may have grown to be none
         unit = replace(
             unit,
             used_ns=max(unit.used_ns, used_ns),
