@@ -66,7 +66,7 @@ class Turned:
 
 
 def measure(plan: Plan) -> list[Row]:
-    segment = plan.pick(8, 2) * MIB
+    segment = plan.pick(8, 4) * MIB
     rows = []
     for letter, workload in zip("acegi", workloads(segment), strict=True):
         turned = turn_over(plan.directory, workload, segment, plan.pick(5, 1))
