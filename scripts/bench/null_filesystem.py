@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import itertools
 import mmap
 import os
@@ -134,7 +135,8 @@ class NullFilesystem(pyfuse3.Operations):
         pass
 
     async def flush(self, fh: int) -> None:
-        pass
+        # The kernel then sends no more of them, as with KVFS.
+        raise pyfuse3.FUSEError(errno.ENOSYS)
 
     async def release(self, fh: int) -> None:
         pass
