@@ -24,6 +24,12 @@ import zstandard
 from kvfs.engine.format import BLOCK, FormatError, round_up
 
 _LEVEL = 1
+# What repeats in planes are bytes more than strings: few and long matches leave more to the
+# entropy coder, which is both smaller and faster to decode than level 1 (docs/benchmarks.md).
+_OF_PLANES = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=17, hash_log=10, chain_log=6, search_log=1,
+    min_match=7, write_checksum=False,
+)  # fmt: skip
 _PLANES_HEAD = struct.Struct("<I")
 _PLANE_HEAD = struct.Struct("<I")
 _threads = threading.local()
@@ -96,7 +102,7 @@ def _encode_planes(layout: Layout, data: memoryview) -> bytes:
     items = np.frombuffer(data, np.uint8, count * layout.item_size)
     parts: list[bytes | memoryview] = [_PLANES_HEAD.pack(layout.row_items)]
     for plane in items.reshape(count, layout.item_size).T:
-        packed = _compressor().compress(_by_channel(plane, layout.row_items).data)
+        packed = _plane_compressor().compress(_by_channel(plane, layout.row_items).data)
         body = packed if len(packed) < count else np.ascontiguousarray(plane).data
         parts += [_PLANE_HEAD.pack(len(body)), body]
     parts.append(data[items.size :])
@@ -158,6 +164,13 @@ def _compressor() -> zstandard.ZstdCompressor:
     if not hasattr(_threads, "compressor"):
         _threads.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False)
     compressor: zstandard.ZstdCompressor = _threads.compressor
+    return compressor
+
+
+def _plane_compressor() -> zstandard.ZstdCompressor:
+    if not hasattr(_threads, "plane_compressor"):
+        _threads.plane_compressor = zstandard.ZstdCompressor(compression_params=_OF_PLANES)
+    compressor: zstandard.ZstdCompressor = _threads.plane_compressor
     return compressor
 
 

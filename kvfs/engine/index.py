@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import itemgetter
 
 from sortedcontainers import SortedDict
@@ -83,13 +84,16 @@ class Index:
         found: list[Item] = []
         while True:
             below = yield from self._scan_tree(low, high, limit)
-            is_all = len(below) < limit
-            bound = high if is_all else below[-1][0]
-            for item in self._merged(dict(below), low, bound):
-                found.append(item)
-                if len(found) == limit:
-                    return found
-            if is_all:
+            bound = below[-1][0] if len(below) == limit else high
+            above, bound = self._above(low, bound, limit)
+            merged = {key: value for key, value in below if key <= bound} | above
+            for key in sorted(merged):
+                value = merged[key]
+                if value is not None:
+                    found.append((key, value))
+                    if len(found) == limit:
+                        return found
+            if bound == high:
                 return found
             low = bound + b"\0"
 
@@ -100,16 +104,22 @@ class Index:
             if root == self._root(low):
                 return entries
 
-    def _merged(self, below: dict[bytes, bytes], low: bytes, high: bytes) -> Iterator[Item]:
-        merged: dict[bytes, bytes | None] = dict(below)
-        for layer in (self._merging, self._recent):
-            for key in layer.irange(low, high):
-                merged[key] = layer[key]
-        for key in self._pending.irange(low, high):
-            merged[key] = self._pending[key][1]
-        for key in sorted(merged):
-            if merged[key] is not None:
-                yield key, merged[key]
+    def _above(
+        self, low: bytes, high: bytes, limit: int
+    ) -> tuple[dict[bytes, bytes | None], bytes]:
+        """What lies above the trees from `low` up to a bound, which it tells: there may be far
+        more than `limit` up to `high`."""
+        layers = []
+        for layer in (self._merging, self._recent, self._pending):
+            keys = list(islice(layer.irange(low, high), limit))
+            if len(keys) == limit:
+                high = keys[-1]
+            layers.append(keys)
+        merging, recent, pending = layers
+        found: dict[bytes, bytes | None] = {key: self._merging[key] for key in merging}
+        found |= {key: self._recent[key] for key in recent}
+        found |= {key: self._pending[key][1] for key in pending}
+        return {key: value for key, value in found.items() if key <= high}, high
 
     def _root(self, key: bytes) -> Pointer:
         checkpoint = self.checkpoint
