@@ -433,6 +433,8 @@ class KVFSCache(Cache):
         if ids.shape[0] != self.layers[0].layout.batch:
             self._begin_batch(ids.shape[0])
         incoming = array("i", ids[0].tolist())
+        if self._is_cold_and_fits():
+            self.prefetch_all()
         self._reserve(len(incoming))
         needed = [layer.hot_ids() for layer in self.layers]
         self.counters.add(hot_hits=sum(map(len, needed)))
@@ -525,6 +527,13 @@ class KVFSCache(Cache):
         if slabs:
             self.pool.press(slabs + self._slabs_of_spaces(nbytes))
         return slabs
+
+    def _is_cold_and_fits(self) -> bool:
+        """Whether so much is missing that all of it is better fetched at once than layer by layer,
+        and there is room for it."""
+        lacking = sum(len(layer.lacking(layer.past)) for layer in self.layers)
+        spaces = self._slabs_of_spaces(self._seen_bytes(0))
+        return len(self.layers) < lacking <= self.pool.free_slabs - spaces
 
     def _slabs_of_spaces(self, nbytes: int) -> int:
         """As many slabs as two workspaces of `nbytes` take."""
