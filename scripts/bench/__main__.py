@@ -3,8 +3,8 @@
     python -m scripts.bench [--short] [--rows 1,4,6] [--dir DIR] [--rounds 5]
 
 Rows by number, as in docs/benchmarks.md; without --rows all. The results are kept in
-build/bench.json, a row that is measured again in place of the earlier one, and drawn to
-docs/bench/ with --plots. As root: caches are dropped.
+build/bench.json, a row that is measured again in place of the earlier one; --docs writes all
+that is there as a table and plots. As root: caches are dropped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import SubprocessError
 from types import ModuleType
 
 from scripts.bench.plan import Plan
@@ -51,21 +52,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="that count, each (default 5)")
     parser.add_argument("--dir", type=Path, default=None, help="a directory on the disk to measure")
     parser.add_argument("--json", type=Path, default=Path("build/bench.json"))
-    parser.add_argument("--plots", type=Path, default=None, help="a folder for PNGs")
+    parser.add_argument("--docs", type=Path, default=None, help="a folder for table and plots")
+    parser.add_argument("--only-docs", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     numbers = [int(number) for number in arguments.rows.split(",") if number] or list(MODULES)
     unknown = sorted(set(numbers) - set(MODULES))
     if unknown:
         parser.error(f"there is no row {unknown[0]}; there are 1 to {max(MODULES)}")
     report = Report.load(arguments.json)
-    for number in numbers:
+    failed = []
+    for number in [] if arguments.only_docs else numbers:
         with tempfile.TemporaryDirectory(prefix="kvfs-bench-", dir=arguments.dir) as directory:
             plan = Plan(Path(directory), arguments.rounds, arguments.short)
-            report.add(number, _module(number).measure(plan))
-            report.save(arguments.json)
-    if arguments.plots is not None:
-        report.plot(arguments.plots)
-    sys.exit(0)
+            try:
+                rows = _module(number).measure(plan)
+            except (OSError, SubprocessError, SystemExit) as failure:
+                # The others are measured all the same.
+                print(f"row {number}: {failure}", file=sys.stderr)
+                failed.append(number)
+                continue
+        report.add(number, rows, plan.command(number))
+        report.save(arguments.json)
+    if arguments.docs is not None:
+        report.publish(arguments.docs)
+    sys.exit(1 if failed else 0)
 
 
 def _module(number: int) -> ModuleType:

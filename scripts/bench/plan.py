@@ -21,6 +21,11 @@ class Plan:
     rounds: int
     is_short: bool
 
+    def command(self, number: int) -> str:
+        """What measures a row so again."""
+        short = " --short" if self.is_short else ""
+        return f"python -m scripts.bench{short} --rows {number} --rounds {self.rounds}"
+
     def pick(self, full: int, short: int) -> int:
         return short if self.is_short else full
 

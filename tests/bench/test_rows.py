@@ -65,7 +65,11 @@ def test_a_row_measured_again_takes_the_place_of_the_earlier_one(tmp_path: Path)
     for id, number, factor in (("4a", 4, 1.0), ("14a", 14, 1.0), ("4a", 4, 2.0)):
         report = Report.load(path)
         ours = Series("ours", [value * factor for value in LIMIT.values])
-        report.add(number, [speed_row(id, "work", 2.0, ours, LIMIT, peers=[peer])])
+        report.add(
+            number,
+            [speed_row(id, "work", 2.0, ours, LIMIT, peers=[peer])],
+            "python -m scripts.bench",
+        )
         report.save(path)
     document = json.loads(path.read_text())
     assert [(row["id"], row["ratio"], row["met"]) for row in document["rows"]] == [
