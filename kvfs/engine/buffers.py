@@ -20,7 +20,8 @@ _LARGE_PAGE = 2 * 1024 * 1024
 
 @dataclass(slots=True)
 class BufferPool:
-    """Buffers of one size, last in first out. `kept_max` idle ones stay allocated."""
+    """Buffers of one size, last in first out. `kept_max` idle ones stay allocated, and those
+    that came with others in a large page."""
 
     size: int
     kept_max: int

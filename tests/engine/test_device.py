@@ -127,7 +127,7 @@ def test_a_store_lives_on_an_image_file(image: Path, tmpfs: Path) -> None:
 
 
 def test_buffers_are_aligned_and_used_again() -> None:
-    pool = BufferPool(2 * BLOCK, kept_max=1)
+    pool = BufferPool(2 * MIB, kept_max=1)
     first, second = pool.take(), pool.take()
     assert is_aligned(first)
     assert is_aligned(aligned(3 * BLOCK))
