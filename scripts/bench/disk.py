@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 MIB = 1024 * 1024
+LARGE_PAGE = 2 * MIB
 DEPTH = 8
 
 
@@ -46,16 +47,18 @@ def fio_latency(path: Path, size: int, block: int, count: int) -> tuple[float, f
     return found["50.000000"] / 1e6, found["99.000000"] / 1e6
 
 
-def preadv(path: Path, spans: Sequence[tuple[int, int]], *, depth: int = DEPTH) -> float:
+def preadv(
+    path: Path, spans: Sequence[tuple[int, int]], *, depth: int = DEPTH, request: int = MIB
+) -> float:
     """MB/s of reading these (offset, length) of a file in this order, O_DIRECT, with `depth`
-    threads of plain `preadv`, each span in requests of at most 1 MiB."""
+    threads of plain `preadv`, each span in requests of at most so many bytes."""
     requests = [
-        (at, min(MIB, offset + length - at))
+        (at, min(request, offset + length - at))
         for offset, length in spans
-        for at in range(offset, offset + length, MIB)
+        for at in range(offset, offset + length, request)
     ]
     with direct(path) as fd:
-        workers = [(fd, touched(MIB), requests[number::depth]) for number in range(depth)]
+        workers = [(fd, touched(request), requests[number::depth]) for number in range(depth)]
         with ThreadPoolExecutor(depth) as pool:
             seconds = timed(lambda: list(pool.map(_read_all, workers)))
     return sum(length for _, length in spans) / seconds / 1e6
@@ -69,8 +72,11 @@ def _read_all(worker: tuple[int, memoryview, list[tuple[int, int]]]) -> None:
 
 
 def read_limit(path: Path, size: int) -> float:
-    """The better of fio and plain `preadv`, reading a file from its start to its end."""
-    return max(fio(path, "read", size), preadv(path, [(0, size)]))
+    """The best of fio and plain `preadv` with many requests or with large ones, reading a file
+    from its start to its end."""
+    whole = [(0, size)]
+    large = preadv(path, whole, depth=1, request=DEPTH * MIB)
+    return max(fio(path, "read", size), preadv(path, whole), large)
 
 
 def write_limit(path: Path, size: int) -> float:
@@ -107,10 +113,12 @@ def direct(path: Path, flags: int = os.O_RDONLY) -> Iterator[int]:
 def touched(size: int, *, large_pages: bool = True) -> memoryview:
     """Page-aligned memory whose pages are there: large ones, where the kernel has them, as numpy
     asks for and the warm tier does."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE)
+    memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE)
     memory.madvise(mmap.MADV_HUGEPAGE if large_pages else mmap.MADV_NOHUGEPAGE)
-    np.frombuffer(memory, np.uint8)[:] = 0
-    return memoryview(memory)
+    pages = np.frombuffer(memory, np.uint8)
+    start = -pages.ctypes.data % LARGE_PAGE
+    pages[start : start + size] = 0
+    return memoryview(memory)[start : start + size]
 
 
 def timed(work: Callable[[], object]) -> float:
