@@ -23,6 +23,7 @@ from matplotlib.ticker import FuncFormatter
 Rows = list[dict[str, Any]]
 
 _MET, _MISSED, _OURS, _OTHER, _LIMIT = "#2a7f62", "#c8553d", "#2b5c8a", "#b8bfc7", "#333333"
+_RAW = "raw, "
 _WIDTH_INCHES = 8.0
 _WHAT_MAX = 76
 _SAVED: dict[str, Any] = {"dpi": 80, "pil_kwargs": {"optimize": True}}
@@ -91,16 +92,23 @@ def _peers(rows: Rows, path: Path) -> None:
 
 
 def _scaling(rows: Rows, path: Path) -> None:
-    """Each row's points are named by a number and what is counted, as `4 readers`."""
+    """Each row's points are named by a number and what is counted, as `4 readers`; those of the
+    raw disk as `raw, 4 readers`."""
     figure, all_axes = pyplot.subplots(1, len(rows), figsize=(_WIDTH_INCHES, 3.2), squeeze=False)
     for axes, row in zip(all_axes[0], rows, strict=True):
-        points = sorted((_leading_number(name), value) for name, value in row["peers"].items())
-        counts, values = zip(*points, strict=True)
-        axes.plot(counts, values, "o-", color=_OURS)
+        named = row["peers"].items()
+        raw = {name.removeprefix(_RAW): value for name, value in named if name.startswith(_RAW)}
+        ours = {name: value for name, value in named if not name.startswith(_RAW)}
+        for series, color, label in ((raw, _LIMIT, "raw disk"), (ours, _OURS, "KVFS")):
+            points = sorted((_leading_number(name), value) for name, value in series.items())
+            axes.plot(*zip(*points, strict=True), "o-", color=color, label=label)
+        counts = sorted(map(_leading_number, ours))
         axes.set_xscale("log")
         axes.set_xticks(counts, [f"{count}" for count in counts])
         axes.minorticks_off()
-        axes.set_ylim(0, max(values) * 1.15)
+        axes.set_ylim(0, max(row["peers"].values()) * 1.15)
+        if raw:
+            axes.legend(fontsize=7)
         axes.set_title(f"{row['id']}  {_cut(row['what'], 40)}", fontsize=8)
         axes.set_ylabel(row["unit"], fontsize=8)
         axes.tick_params(labelsize=7)
