@@ -99,7 +99,8 @@ def _scaling(rows: Rows, path: Path) -> None:
         named = row["peers"].items()
         raw = {name.removeprefix(_RAW): value for name, value in named if name.startswith(_RAW)}
         ours = {name: value for name, value in named if not name.startswith(_RAW)}
-        for series, color, label in ((raw, _LIMIT, "raw disk"), (ours, _OURS, "KVFS")):
+        both = ((raw, _LIMIT, "raw disk"), (ours, _OURS, "KVFS"))
+        for series, color, label in (one for one in both if one[0]):
             points = sorted((_leading_number(name), value) for name, value in series.items())
             axes.plot(*zip(*points, strict=True), "o-", color=color, label=label)
         counts = sorted(map(_leading_number, ours))
@@ -109,7 +110,9 @@ def _scaling(rows: Rows, path: Path) -> None:
         axes.set_ylim(0, max(row["peers"].values()) * 1.15)
         if raw:
             axes.legend(fontsize=7)
-        axes.set_title(f"{row['id']}  {_cut(row['what'], 40)}", fontsize=8)
+        axes.set_title(
+            f"{row['id']}  {_cut(row['what'].rpartition(':')[2].strip(), 26)}", fontsize=8
+        )
         axes.set_ylabel(row["unit"], fontsize=8)
         axes.tick_params(labelsize=7)
         axes.grid(axis="y", alpha=0.3)
