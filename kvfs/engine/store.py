@@ -22,7 +22,7 @@ from kvfs.engine.assembly import Assembler
 from kvfs.engine.buffer import NOTHING, Buffer, Kept, Place, cut
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
-from kvfs.engine.files import Part, Stored
+from kvfs.engine.files import Part, Stored, extent_limit
 from kvfs.engine.format import (
     ROOT_INODE,
     Dentry,
@@ -339,6 +339,10 @@ class Store:
         """The extents in the ring that hold a part of a file, in order."""
         parts = yield from self._state.files.parts(ino, offset, length)
         return [part.extent for part in parts if isinstance(part, Stored)]
+
+    def extent_size(self, file_size: int) -> int:
+        """How long the extents of a file become, in bytes, where it is written in order."""
+        return extent_limit(file_size, self._space.extent_max)
 
     def extent_ids(self, ino: int) -> Step[list[int]]:
         """Of all extents that a file is made of. Raises ENOENT."""

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvfs.engine.buffer import Kept, cut
 from kvfs.engine.files import Part, Stored
-from kvfs.engine.format import EXTENT_SIZE_MAX, Inode
+from kvfs.engine.format import Inode
 from kvfs.engine.io import Completion, Executor, Step, Urgency, settled
 from kvfs.engine.latency import Latencies
 from kvfs.engine.store import Store
@@ -143,7 +143,7 @@ class Migration:
         for start in range(0, size, _REWRITE_WINDOW):
             length = min(_REWRITE_WINDOW, size - start)
             parts = yield from self.store.parts(ino, start, length)
-            needed = -(-length // EXTENT_SIZE_MAX)
+            needed = -(-length // self.store.extent_size(size))
             if len(parts) > _FRAGMENTED * needed:
                 yield from self.store.rewrite(ino, start, length)
 

@@ -233,6 +233,23 @@ def test_a_group_that_goes_down_is_cold_and_comes_up_again(tmpfs: Path, seed: in
     audit(bench.store)
 
 
+def test_layers_that_were_written_in_order_go_down_without_being_written_again(
+    tmpfs: Path,
+) -> None:
+    """Of 300 kB in extents of 128 KiB, and of 1 MiB in what extents of this ring are at most."""
+    bench = make_deferred(tmpfs, 1, new_device(segments=48))
+    directory = bench.go(bench.store.create(1, b"s", 0o40700, 0, 0)).inode.ino
+    for number, size in enumerate((300_000, 1 << 20)):
+        name = b"layer.%d" % number
+        ino = bench.go(bench.store.create(directory, name, 0o100600, 0, 0)).inode.ino
+        bench.go(bench.store.write(ino, 0, bytes(size)))
+    bench.go(bench.store.sync())
+    written = bench.store.counters.payload_written
+    migration = Migration(bench.store, bench.warm, bench.executor)
+    assert bench.go(migration.demote_group([directory])) > 0
+    assert bench.store.counters.payload_written == written
+
+
 def test_who_needs_what_is_brought_in_on_a_guess_does_not_wait_behind_all_demand(
     tmpfs: Path,
 ) -> None:
