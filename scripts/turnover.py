@@ -187,6 +187,7 @@ def _write(path: Path, stroke: Stroke) -> None:
     fd = os.open(path, os.O_WRONLY)
     try:
         if os.pwrite(fd, data, stroke.start) != len(data):
+            os.listdir(path.parent)  # fails where the daemon died between two of its requests
             raise SystemExit("a write was short")
     finally:
         os.close(fd)
