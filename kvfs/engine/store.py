@@ -293,6 +293,10 @@ class Store:
             ]
             if len(children) == len(entries):
                 return children
+            if limit == 1:
+                # Raises ENOENT where a damaged ring has a name and no inode.
+                ((cookie, entry),) = entries
+                return [(cookie, entry.name, (yield from nodes.node(entry.ino)))]
             yield from self.load(entry.ino for _, entry in entries)
             # So many may not stay in memory together.
             limit = limit // 2 or 1

@@ -491,3 +491,9 @@ def test_a_large_directory(tmpfs: Path) -> None:
     run(bench.store.rmdir(1, b"dir"))
     run(bench.store.sync())
     assert len(audit(bench.store).inodes) == 1
+
+
+def test_a_name_without_an_inode_does_not_hang_who_lists_it(bench: Bench) -> None:
+    ino = bench.make(b"file")
+    bench.store._state.nodes.drop(ino)
+    assert failure_of(bench.store.list_children(1, 0, 32)) == errno.ENOENT
