@@ -101,6 +101,15 @@ def test_an_opened_session_is_brought_in_once_nobody_reads_it() -> None:
     assert bench.at(18.0) == []
 
 
+def test_who_has_read_all_of_a_session_does_not_get_it_brought_in_a_second_time() -> None:
+    bench = Bench()
+    bench.planner.saw_open(7, 10.0, SIZE)
+    bench.planner.saw_use(7, 10.5, SIZE // 2)
+    bench.planner.saw_open(7, 10.6, SIZE)  # the next layer
+    bench.planner.saw_use(7, 10.7, SIZE - SIZE // 2)
+    assert bench.at(20.0) == []
+
+
 def test_who_reads_at_once_what_it_opened_has_the_device_for_itself() -> None:
     bench = Bench()
     bench.planner.saw_open(7, 10.0, SIZE)
