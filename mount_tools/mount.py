@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvfs.engine.device import DeviceError, FileDevice
+from kvfs.mount.attach import MountError
 from kvfs.mount.mounts import find_mount
 from kvfs.tiers import profiles
 from kvfs.tiers.profiles import Profile
@@ -289,9 +290,6 @@ def _notify_supervisor() -> None:
 
 def _explain(failure: BaseException, log_file: Path | None) -> str:
     """The one line that a user sees."""
-    # trio gives groups of exceptions, which have no name in Python 3.10.
-    while members := getattr(failure, "exceptions", None):
-        failure = members[0]
     where = f"; see {log_file}" if log_file else ""
     match failure:
         case DeviceError() | CommandError():
@@ -300,9 +298,8 @@ def _explain(failure: BaseException, log_file: Path | None) -> str:
             return f"{name} is not installed; install it with: pip install 'kvfs[mount]'"
         case OSError():
             return describe_os_error(failure) + where
-        case RuntimeError():
-            # libfuse's own reason went to stderr.
-            return f"{failure}: may this user mount? (in a container: --cap-add SYS_ADMIN){where}"
+        case MountError():
+            return f"{failure}{where}"
     log.error("unexpected", exc_info=failure)
     return f"{failure or type(failure).__name__}{where}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import gc
 import logging
@@ -9,27 +10,26 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
-
-import pyfuse3
-import trio
 
 from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.format import Superblock
 from kvfs.engine.store import Store
 from kvfs.engine.superblocks import Superblocks, read_superblocks
 from kvfs.mount import large_pages
+from kvfs.mount.attach import Connection, attach
 from kvfs.mount.backing import claimed
 from kvfs.mount.config import WARM_DIRECTORY, MountConfig
 from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
-from kvfs.mount.loop import LoopExecutor, drive
+from kvfs.mount.loop import LoopExecutor, drive, new_loop
 from kvfs.mount.memory import warm_limit
 from kvfs.mount.mounts import find_mount
+from kvfs.mount.session import Session
 from kvfs.tiers.budget import Budget
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.oplog import CHUNK_SIZE, log_at
@@ -57,66 +57,81 @@ _WARM_SIZE_MIN = 4 * CHUNK_SIZE
 def serve(config: MountConfig, ready: Callable[[], None]) -> None:
     """Mount, call `ready`, serve until unmounted or told to stop by SIGTERM or SIGINT.
 
-    Raises DeviceError when the device cannot be used, OSError or RuntimeError when
+    Raises DeviceError when the device cannot be used, OSError or MountError when
     it cannot be mounted or not be closed well.
     """
-    with claimed(config.source, read_only=config.read_only) as device:
-        trio.run(_serve, config, device, ready)
-
-
-async def _serve(config: MountConfig, device: FileDevice, ready: Callable[[], None]) -> None:
     # What lives as long as the daemon is not looked at by the collector again and again.
     gc.freeze()
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
-    superblocks = read_superblocks(device, str(config.source))
-    directory = _log_directory(config, superblocks.newest)
-    with _warm_directory(config, directory):
-        await _serve_from(directory, superblocks, config, device, ready)
+    with claimed(config.source, read_only=config.read_only) as device:
+        superblocks = read_superblocks(device, str(config.source))
+        directory = _log_directory(config, superblocks.newest)
+        loop = new_loop()
+        with _warm_directory(config, directory):
+            try:
+                loop.run_until_complete(_serve(directory, superblocks, config, device, ready))
+            finally:
+                loop.close()
 
 
-async def _serve_from(
+async def _serve(
     directory: Path,
     superblocks: Superblocks,
     config: MountConfig,
     device: FileDevice,
     ready: Callable[[], None],
 ) -> None:
-    async with trio.open_nursery() as nursery:
-        executor = LoopExecutor(nursery, _THREADS)
-        warm_size = _warm_limit(config, directory)
-        config = replace(config, warm_size=warm_size)
-        profile = config.profile
-        buffer = WarmTier(
-            directory, warm_size, executor, shards=Shards(profile),
-            policy=POLICIES[profile.policy](),
-        )  # fmt: skip
-        options = replace(config.store, policy=POLICIES[profile.policy]())
-        store = Store.open(device, str(config.source), executor, buffer, options)
-        if store.damage:
-            log.error("%s", store.damage)
-        unrecovered = store.read_only and log_at(buffer.home, buffer.boot) is not None
-        look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
-        migration = Migration(store, buffer, executor, profile.warm_fill_pct, profile.warm_group)
-        planner = _planner(migration, executor, profile)
-        uses = Uses(buffer.policy, buffer.clock)
-        mounted = Mounted(store, migration, planner, config, unrecovered, superblocks.one_is_lost)
-        filesystem = Filesystem(
-            store, look_ahead, migration, planner, uses, config.deadline_seconds, mounted
-        )
-        _mount(filesystem, config)
-        try:
-            nursery.start_soon(_stop_on_signal)
-            nursery.start_soon(_tick, store, filesystem, uses)
-            nursery.start_soon(_relieve, migration)
-            if not store.read_only:
-                nursery.start_soon(_plan, planner)
-            nursery.start_soon(_announce, config.mountpoint, ready)
-            await pyfuse3.main()
-        finally:
-            pyfuse3.close(unmount=True)
-            with trio.CancelScope(shield=True):
-                await drive(store.close(), config.deadline_seconds)
-        nursery.cancel_scope.cancel()
+    loop = asyncio.get_running_loop()
+    executor = LoopExecutor(loop, _THREADS)
+    warm_size = _warm_limit(config, directory)
+    config = replace(config, warm_size=warm_size)
+    profile = config.profile
+    buffer = WarmTier(
+        directory, warm_size, executor, shards=Shards(profile),
+        policy=POLICIES[profile.policy](),
+    )  # fmt: skip
+    options = replace(config.store, policy=POLICIES[profile.policy]())
+    store = Store.open(device, str(config.source), executor, buffer, options)
+    if store.damage:
+        log.error("%s", store.damage)
+    unrecovered = store.read_only and log_at(buffer.home, buffer.boot) is not None
+    look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
+    migration = Migration(store, buffer, executor, profile.warm_fill_pct, profile.warm_group)
+    planner = _planner(migration, executor, profile)
+    uses = Uses(buffer.policy, buffer.clock)
+    mounted = Mounted(store, migration, planner, config, unrecovered, superblocks.one_is_lost)
+    filesystem = Filesystem(store, look_ahead, migration, planner, uses, mounted, executor.aside)
+    session = Session(_mount(config), filesystem, loop, config.deadline_seconds)
+    filesystem.mounted(session.notify)
+    beside = [
+        _tick(store, filesystem, uses),
+        _relieve(migration),
+        _announce(config.mountpoint, ready),
+    ]
+    if not store.read_only:
+        beside.append(_plan(planner))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, session.stop)
+    tasks = [_begin(coroutine, session) for coroutine in beside]
+    try:
+        await session.serve()
+    finally:
+        session.close()
+        await drive(store.close(), config.deadline_seconds)
+        for task in tasks:
+            task.cancel()
+
+
+def _begin(coroutine: Coroutine[None, None, None], session: Session) -> asyncio.Task[None]:
+    """Beside the requests; they end with it where it fails."""
+    task = asyncio.get_running_loop().create_task(coroutine)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (failure := task.exception()) is not None:
+            session.stop(failure)
+
+    task.add_done_callback(ended)
+    return task
 
 
 def _planner(migration: Migration, executor: LoopExecutor, profile: Profile) -> Planner:
@@ -182,14 +197,14 @@ def _make_private(directory: Path) -> None:
         )
 
 
-def _mount(filesystem: Filesystem, config: MountConfig) -> None:
+def _mount(config: MountConfig) -> Connection:
     """Two commands for one mountpoint at the same time must not stack their mounts."""
     fd = os.open(config.mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         if find_mount(config.mountpoint) is not None:
             raise DeviceError(f"{config.mountpoint} is a mountpoint of KVFS already")
-        pyfuse3.init(filesystem, str(config.mountpoint), _options(config))
+        return attach(config.mountpoint, _options(config))
     finally:
         os.close(fd)
 
@@ -206,7 +221,7 @@ def _warm_limit(config: MountConfig, directory: Path) -> int:
 
 
 def _options(config: MountConfig) -> set[str]:
-    # libfuse takes a comma for the end of an option.
+    # A comma is the end of an option.
     source = str(config.source).replace("\\", "\\\\").replace(",", "\\,")
     own = {"default_permissions", "subtype=kvfs", f"fsname={source}"}
     return own | config.options
@@ -214,7 +229,7 @@ def _options(config: MountConfig) -> set[str]:
 
 async def _announce(mountpoint: Path, ready: Callable[[], None]) -> None:
     """Once the mount answers. The kernel sets its read-ahead when it first talks to us."""
-    await trio.to_thread.run_sync(os.statvfs, mountpoint, abandon_on_cancel=True)
+    await asyncio.to_thread(os.statvfs, mountpoint)
     _set_read_ahead(mountpoint)
     ready()
 
@@ -232,7 +247,7 @@ def _set_read_ahead(mountpoint: Path) -> None:
 
 async def _tick(store: Store, filesystem: Filesystem, uses: Uses) -> None:
     while True:
-        await trio.sleep(_TICK_SECONDS)
+        await asyncio.sleep(_TICK_SECONDS)
         uses.settle()
         filesystem.tell_changed_blocks()
         try:
@@ -247,7 +262,7 @@ async def _tick(store: Store, filesystem: Filesystem, uses: Uses) -> None:
 async def _relieve(migration: Migration) -> None:
     """Beside the tick: what goes down may have to wait for the device."""
     while True:
-        await trio.sleep(_TICK_SECONDS)
+        await asyncio.sleep(_TICK_SECONDS)
         try:
             await drive(migration.relieve(), None)
         except OSError as failure:
@@ -258,15 +273,9 @@ async def _relieve(migration: Migration) -> None:
 
 async def _plan(planner: Planner) -> None:
     while True:
-        await trio.sleep(_TICK_SECONDS)
+        await asyncio.sleep(_TICK_SECONDS)
         try:
             planner.tick(time.monotonic())
         except Exception:
             # A fault of ours in a guess: requests go on.
             log.exception("bringing in and sending down")
-
-
-async def _stop_on_signal() -> None:
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async for _ in signals:
-            pyfuse3.terminate()

@@ -1,62 +1,179 @@
-"""Drives the engine's steps in a trio loop, each with a deadline."""
+"""Drives the engine's steps in an asyncio loop, each with a deadline."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-import math
+import os
+import selectors
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
-
-import trio
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 from kvfs.engine.io import Completion, DeadlineExceeded, Step, WorkerThreads
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Who asks for one thing after the other comes back within this time; a processor that has
+# gone to sleep meanwhile takes as long to wake up.
+_SPIN_SECONDS = 50e-6
+_SPINS_MAX = 4
+
+
+class SpinningSelector(selectors.EpollSelector):
+    """Looks again and again for a moment before it sleeps, as long as that was worth it lately."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_worth_it = len(os.sched_getaffinity(0)) > 1
+        self._spins = 0  # in vain, that may still be
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if not self._is_worth_it or (timeout is not None and timeout <= _SPIN_SECONDS):
+            return super().select(timeout)
+        begin = time.perf_counter()
+        if self._spins:
+            end = begin + _SPIN_SECONDS
+            while time.perf_counter() < end:
+                if ready := super().select(0):
+                    self._spins = _SPINS_MAX
+                    return ready
+            self._spins -= 1
+        ready = super().select(timeout)
+        if time.perf_counter() - begin < 2 * _SPIN_SECONDS:
+            self._spins = _SPINS_MAX
+        return ready
+
+
+class Ended(Protocol):
+    """Told of the end of a step: its result, or what it raised."""
+
+    def __call__(self, value: Any, error: Exception | None) -> None: ...
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    return asyncio.SelectorEventLoop(SpinningSelector())
+
 
 class LoopExecutor(WorkerThreads):
-    """Work goes to threads, spawned steps to a nursery. Implements engine.io.Executor."""
+    """Work goes to threads, spawned steps to the loop. Implements engine.io.Executor."""
 
-    def __init__(self, nursery: trio.Nursery, threads: int) -> None:
-        super().__init__(threads, trio.lowlevel.current_trio_token().run_sync_soon)
-        self._nursery = nursery
+    def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
+        super().__init__(threads, self._call_soon)
+        self.loop = loop
+
+    def _call_soon(self, callback: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop has ended, and nobody waits
+            self.loop.call_soon_threadsafe(callback)
 
     def spawn(self, step: Step[T]) -> Completion[T]:
         completion: Completion[T] = Completion()
-        self._nursery.start_soon(_run_spawned, step, completion)
+
+        def ended(value: Any, error: Exception | None) -> None:
+            if error is not None and not isinstance(error, OSError):
+                log.error("a background step failed", exc_info=error)
+            completion.finish(value, error)
+
+        self.loop.call_soon(start, self.loop, step, None, ended)
+        return completion
+
+    def aside(self, work: Callable[[], None]) -> Completion[None]:
+        """Work that may wait for requests of ours, and so must not take the threads that
+        these need."""
+        completion: Completion[None] = Completion()
+        future = self.loop.run_in_executor(None, work)
+        future.add_done_callback(lambda done: completion.finish(error=done.exception()))
         return completion
 
 
-async def _run_spawned(step: Step[Any], completion: Completion[Any]) -> None:
+def start(
+    loop: asyncio.AbstractEventLoop,
+    step: Step[Any],
+    deadline_seconds: float | None,
+    ended: Ended,
+) -> None:
+    """Run a step as far as it goes, and on from there in the loop. One that waits for longer
+    than the deadline gets DeadlineExceeded thrown into it."""
     try:
-        completion.finish(await drive(step, None))
-    except OSError as error:
-        completion.finish(error=error)
+        completion = next(step)
+    except StopIteration as stop:
+        ended(stop.value, None)
     except Exception as error:
-        log.exception("a background step failed")
-        completion.finish(error=error)
+        ended(None, error)
+    else:
+        _Waiting(loop, step, deadline_seconds, ended).wait_for(completion)
 
 
 async def drive(step: Step[T], deadline_seconds: float | None) -> T:
-    """Run a step to its end. One that waits for longer than the deadline gets
-    DeadlineExceeded thrown into it."""
-    try:
-        completion = next(step)
-        limit = math.inf if deadline_seconds is None else trio.current_time() + deadline_seconds
-        while True:
-            if await _finished(completion.when_done, limit):
-                completion = step.send(None)
-            else:
-                completion = step.throw(DeadlineExceeded())
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
+    """A step from within a coroutine."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def ended(value: Any, error: Exception | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    start(loop, step, deadline_seconds, ended)
+    return await future
 
 
-async def _finished(when_done: Callable[[Callable[[], None]], None], limit: float) -> bool:
-    event = trio.Event()
-    when_done(event.set)
-    with trio.move_on_at(limit):
-        await event.wait()
-    return event.is_set()
+class _Waiting:
+    """A step that waits."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        step: Step[Any],
+        deadline_seconds: float | None,
+        ended: Ended,
+    ) -> None:
+        self._loop = loop
+        self._step = step
+        self._ended = ended
+        self._turn = 0
+        self._is_late = False
+        self._timer: asyncio.TimerHandle | None = None
+        if deadline_seconds is not None:
+            self._timer = loop.call_later(deadline_seconds, self._expire)
+
+    def wait_for(self, completion: Completion[Any]) -> None:
+        self._turn += 1
+        if self._is_late and not completion.done:
+            # Past its deadline it waits for nothing more.
+            self._loop.call_soon(self._go_on, self._turn, DeadlineExceeded())
+            return
+        turn = self._turn
+
+        def done() -> None:
+            # Not at once: what finishes a completion may be in the midst of a change.
+            self._loop.call_soon(self._go_on, turn, None)
+
+        completion.when_done(done)
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self._go_on(self._turn, DeadlineExceeded())
+
+    def _go_on(self, turn: int, error: DeadlineExceeded | None) -> None:
+        if turn != self._turn:
+            return  # it went on when its deadline came
+        self._turn += 1
+        try:
+            completion = self._step.send(None) if error is None else self._step.throw(error)
+        except StopIteration as stop:
+            self._end(stop.value, None)
+        except Exception as failure:
+            self._end(None, failure)
+        else:
+            self.wait_for(completion)
+
+    def _end(self, value: Any, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._ended(value, error)

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import inspect
 import os
 import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.support.command import error_line
 from tests.support.mounter import Mounter
-
-pyfuse3 = pytest.importorskip("pyfuse3")
-
-from kvfs.mount.fuse import Filesystem  # noqa: E402
 
 
 def test_an_option_that_ends_the_daemon_is_refused_before(mounter: Mounter) -> None:
     refused = error_line(mounter.mount("-o", "max_read=4096", check=False), status=2)
     assert "max_read=4096 is not known" in refused
-
-
-def test_every_handler_turns_whatever_is_raised_into_an_errno() -> None:
-    handlers = [
-        function
-        for name, function in vars(Filesystem).items()
-        if inspect.isfunction(vars(pyfuse3.Operations).get(name)) and not name.startswith("_")
-    ]
-    assert len(handlers) > 20
-    for handler in handlers:
-        assert inspect.iscoroutinefunction(handler), f"{handler.__name__}: nothing to await"
-        assert hasattr(handler, "__wrapped__"), f"{handler.__name__} is not guarded"
 
 
 def test_notices_to_the_kernel_meet_files_in_use_renamed_and_gone(
