@@ -35,6 +35,7 @@ _NOTICES_MAX = 4096
 # Who opens a smaller file may want to know of the session without reading it.
 _LAYER_MIN = 64 * 1024
 _DOT, _DOT_DOT = 1, 2
+_CAPABILITY = b"security.capability"
 
 
 @dataclass(slots=True)
@@ -49,6 +50,10 @@ class _Handle:
     reader: Reader | None = None
     snapshot: bytes | None = None
     batch: int = _READDIR_BATCH
+
+
+# In a directory: cookie, name, inode, mode or the type in it, and the node where it is looked up.
+_Name = tuple[int, bytes, int, int, "Node | None"]
 
 
 class Filesystem:
@@ -81,6 +86,8 @@ class Filesystem:
         self._changed_blocks: set[int] = set()
         # Files of which the kernel may have pages that it read since it was told to drop them.
         self._in_page_cache: set[int] = set()
+        # Files that the kernel knows, and that were seen to have no such xattr.
+        self._without_capability: set[int] = set()
         self._notices = _Notices()
         store.watch_blocks(self._blocks_changed)
         store.reclaimer.on_removed = self._removed
@@ -108,6 +115,7 @@ class Filesystem:
         yield from self._store.unpin(call.inode, count)
         if not self._store.is_pinned(call.inode):
             self._in_page_cache.discard(call.inode)
+            self._without_capability.discard(call.inode)
 
     def batch_forget(self, call: Call, forgotten: list[tuple[int, int]]) -> Step[None]:
         for ino, count in forgotten:
@@ -120,9 +128,14 @@ class Filesystem:
 
     def setattr(self, call: Call, changes: Changes) -> Step[bytes]:
         _refuse_control_inode(call.inode)
+        mode = changes.mode
+        if changes.kills_suid:
+            mode = _without_suid((yield from self._store.node(call.inode)).inode.mode)
+        if (changes.uid, changes.gid, changes.size) != (None, None, None):
+            yield from self._drop_capability(call.inode)
         step = self._store.set_attributes(
             call.inode,
-            mode=changes.mode,
+            mode=mode,
             uid=changes.uid,
             gid=changes.gid,
             size=changes.size,
@@ -178,10 +191,11 @@ class Filesystem:
         entry = self._remember(node)
         return entry + (yield from self._open(node.inode.ino, flags))
 
-    def open(self, call: Call, flags: int) -> Step[bytes]:
+    def open(self, call: Call, flags: int, kills_suid: bool) -> Step[bytes]:
         if control.is_control(call.inode):
             return (yield from self._open_control(call, flags))
         if flags & os.O_TRUNC:
+            yield from self._drop_privileges(call.inode, kills_suid)
             yield from self._store.set_attributes(call.inode, size=0)
         return (yield from self._open(call.inode, flags))
 
@@ -198,13 +212,32 @@ class Filesystem:
         # The answer is copied before anything else runs, so it may be a view.
         return data
 
-    def write(self, call: Call, fh: int, offset: int, data: memoryview) -> Step[bytes]:
+    def write(
+        self, call: Call, fh: int, offset: int, data: memoryview, kills_suid: bool
+    ) -> Step[bytes]:
         handle = self._handles[fh]
         self._saw_use(handle)
+        if kills_suid or handle.ino not in self._without_capability:
+            yield from self._drop_privileges(handle.ino, kills_suid)
         size = yield from self._store.write(handle.ino, offset, data)
         if handle.direct and handle.ino in self._in_page_cache:
             yield from self._drop_pages(handle.ino)
         return protocol.written(size)
+
+    def _drop_privileges(self, ino: int, kills_suid: bool) -> Step[None]:
+        """What a file loses when its content changes. The kernel leaves it to us, and so need
+        not ask for the xattr before each write."""
+        yield from self._drop_capability(ino)
+        mode = (yield from self._store.node(ino)).inode.mode
+        if kills_suid and _without_suid(mode) != mode:
+            yield from self._store.set_attributes(ino, mode=_without_suid(mode))
+
+    def _drop_capability(self, ino: int) -> Step[None]:
+        if ino in self._without_capability:
+            return
+        if (yield from self._store.xattr(ino, _CAPABILITY)) is not None:
+            yield from self._store.remove_xattr(ino, _CAPABILITY)
+        self._without_capability.add(ino)
 
     def release(self, call: Call, fh: int) -> Step[None]:
         handle = self._handles.pop(fh)
@@ -223,38 +256,52 @@ class Filesystem:
     def opendir(self, call: Call) -> bytes:
         return protocol.opened(self._add_handle(_Handle(call.inode)), Opened(0))
 
+    def readdir(self, call: Call, fh: int, cookie: int, size: int) -> Step[bytes]:
+        return self._list(self._handles[fh], cookie, _Listing(size, plus=False))
+
     def readdirplus(self, call: Call, fh: int, cookie: int, size: int) -> Step[bytes]:
-        handle = self._handles[fh]
-        listing = _Listing(size)
+        return self._list(self._handles[fh], cookie, _Listing(size, plus=True))
+
+    def _list(self, handle: _Handle, cookie: int, listing: _Listing) -> Step[bytes]:
         if handle.ino == control.CONTROL_INODE:
             yield from self._list_control(listing, cookie)
         elif (yield from self._list_dots(listing, handle.ino, cookie)):
-            yield from self._list_children(listing, handle, max(cookie, _DOT_DOT))
+            yield from self._list_names(listing, handle, max(cookie, _DOT_DOT))
         return listing.packed()
 
     def _list_dots(self, listing: _Listing, directory: int, cookie: int) -> Step[bool]:
         """False when the listing is full."""
         node = yield from self._store.node(directory)
-        if cookie < _DOT and not listing.add_self(b".", node, _DOT):
+        if cookie < _DOT and not listing.add(b".", directory, stat.S_IFDIR, _DOT):
             return False
         if cookie < _DOT_DOT:
-            return listing.add_self(b"..", (yield from self._parent(node)), _DOT_DOT)
+            parent = yield from self._parent(node)
+            return listing.add(b"..", parent.inode.ino, stat.S_IFDIR, _DOT_DOT)
         return True
 
-    def _list_children(self, listing: _Listing, handle: _Handle, cookie: int) -> Step[None]:
-        replied = 0
-        while True:
-            wanted = handle.batch
-            children = yield from self._store.list_children(handle.ino, cookie, wanted)
-            for cookie, name, child in children:
-                if not listing.add(name, child, cookie):
-                    handle.batch = replied + 1
+    def _list_names(self, listing: _Listing, handle: _Handle, cookie: int) -> Step[None]:
+        listed = 0
+        while names := (yield from self._names(handle, cookie, listing.plus)):
+            for cookie, name, ino, mode, node in names:
+                found = b"" if node is None else _entry(node)
+                if not listing.add(name, ino, mode, cookie, found):
+                    handle.batch = listed + 1
                     return
-                self._store.pin(child.inode.ino)
-                replied += 1
-            if not children:
-                return
-            handle.batch = min(2 * wanted, _READDIR_BATCH_MAX)
+                if node is not None:
+                    self._store.pin(ino)
+                listed += 1
+            handle.batch = min(2 * handle.batch, _READDIR_BATCH_MAX)
+
+    def _names(self, handle: _Handle, cookie: int, plus: bool) -> Step[list[_Name]]:
+        """What comes behind a cookie."""
+        if plus:
+            children = yield from self._store.list_children(handle.ino, cookie, handle.batch)
+            return [
+                (cookie, name, node.inode.ino, node.inode.mode, node)
+                for cookie, name, node in children
+            ]
+        entries = yield from self._store.list_directory(handle.ino, cookie, handle.batch)
+        return [(cookie, entry.name, entry.ino, entry.type, None) for cookie, entry in entries]
 
     def releasedir(self, call: Call, fh: int) -> None:
         del self._handles[fh]
@@ -308,6 +355,8 @@ class Filesystem:
         else:
             control.check_settable(name, value)
             yield from self._store.set_xattr(ino, name, value)
+            if name == _CAPABILITY:
+                self._without_capability.discard(ino)
 
     def _check_xattr(self, call: Call, name: bytes, flags: int) -> Step[None]:
         """Raises EEXIST for what is to be made anew, ENODATA for what is to be replaced."""
@@ -480,31 +529,24 @@ class Filesystem:
         entries = [(b".", control.CONTROL_INODE), (b"..", ROOT_INODE), *control.control_files()]
         for number, (name, ino) in enumerate(entries[cookie:], cookie + 1):
             inode = root.inode if ino == ROOT_INODE else control.control_inode(ino, root.inode)
-            # The kernel looks them up when it wants them.
-            if not listing.add_found(
-                name, inode, number, protocol.no_lookup(_attributes(inode, 0))
-            ):
+            if not listing.add(name, ino, inode.mode, number):
                 return
 
 
 class _Listing:
-    """The names of a directory that one answer has room for, with what the kernel would learn
-    of each if it looked it up."""
+    """The names of a directory that one answer has room for; with `plus`, what the kernel would
+    learn of each if it looked it up."""
 
-    def __init__(self, size_max: int) -> None:
+    def __init__(self, size_max: int, *, plus: bool) -> None:
+        self.plus = plus
         self._room = size_max
         self._entries: list[bytes] = []
 
-    def add(self, name: bytes, node: Node, cookie: int) -> bool:
+    def add(self, name: bytes, ino: int, mode: int, cookie: int, found: bytes = b"") -> bool:
         """False when there is no room for it."""
-        return self.add_found(name, node.inode, cookie, _entry(node))
-
-    def add_self(self, name: bytes, node: Node, cookie: int) -> bool:
-        """For `.` and `..`, which the kernel does not look up."""
-        return self.add_found(name, node.inode, cookie, protocol.no_lookup(_node_attributes(node)))
-
-    def add_found(self, name: bytes, inode: Inode, cookie: int, found: bytes) -> bool:
-        packed = protocol.directory_entry(inode.ino, name, inode.mode, cookie, found)
+        if self.plus and not found:
+            found = protocol.NOT_LOOKED_UP
+        packed = protocol.directory_entry(ino, name, mode, cookie, found)
         if len(packed) > self._room:
             return False
         self._room -= len(packed)
@@ -572,6 +614,13 @@ def _refuse_control(parent: int, name: bytes) -> None:
 def _refuse_control_inode(ino: int) -> None:
     if control.is_control(ino):
         raise error(errno.EPERM)
+
+
+def _without_suid(mode: int) -> int:
+    """As a write leaves it: the group's bit without a right to execute means something else."""
+    if not stat.S_ISREG(mode):
+        return mode
+    return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
 
 
 def _entry(node: Node) -> bytes:

@@ -79,6 +79,7 @@ class Opcode(IntEnum):
     REMOVEXATTR = 24
     INIT = 26
     OPENDIR = 27
+    READDIR = 28
     RELEASEDIR = 29
     FSYNCDIR = 30
     CREATE = 35
@@ -102,9 +103,11 @@ class Capability(IntFlag):
     BIG_WRITES = 1 << 5
     AUTO_INVAL_DATA = 1 << 12
     DO_READDIRPLUS = 1 << 13
+    READDIRPLUS_AUTO = 1 << 14
     ASYNC_DIO = 1 << 15
     PARALLEL_DIROPS = 1 << 18
     MAX_PAGES = 1 << 22
+    HANDLE_KILLPRIV_V2 = 1 << 28
 
 
 WANTED = (
@@ -114,9 +117,11 @@ WANTED = (
     | Capability.BIG_WRITES
     | Capability.AUTO_INVAL_DATA
     | Capability.DO_READDIRPLUS
+    | Capability.READDIRPLUS_AUTO
     | Capability.ASYNC_DIO
     | Capability.PARALLEL_DIROPS
     | Capability.MAX_PAGES
+    | Capability.HANDLE_KILLPRIV_V2
 )
 
 
@@ -138,8 +143,11 @@ class _Valid(IntFlag):
     MTIME = 1 << 5
     ATIME_NOW = 1 << 7
     MTIME_NOW = 1 << 8
+    KILL_SUIDGID = 1 << 11
 
 
+_WRITE_KILL_SUIDGID = 1 << 2
+_OPEN_KILL_SUIDGID = 1 << 0
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 
 
@@ -155,7 +163,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Attributes to be set; None stays as it is."""
+    """Attributes to be set; None stays as it is. `kills_suid`: the set-user-ID and set-group-ID
+    bits go."""
 
     mode: int | None
     uid: int | None
@@ -163,10 +172,12 @@ class Changes:
     size: int | None
     atime_ns: int | None
     mtime_ns: int | None
+    kills_suid: bool
 
 
 _SECOND_NS = 10**9
 _NO_ATTRIBUTES = bytes(_ATTRIBUTES.size)
+NOT_LOOKED_UP = bytes(_ENTRY.size + _ATTRIBUTES.size)
 
 
 # -- what requests say
@@ -218,6 +229,7 @@ def _setattr(body: bytes) -> tuple[Changes]:
             size if valid & _Valid.SIZE else None,
             chosen(_Valid.ATIME, _Valid.ATIME_NOW, atime, atime_ns),
             chosen(_Valid.MTIME, _Valid.MTIME_NOW, mtime, mtime_ns),
+            bool(valid & _Valid.KILL_SUIDGID),
         ),
     )
 
@@ -234,6 +246,11 @@ def _mknod(body: bytes) -> tuple[bytes, int, int]:
 
 def _mkdir(body: bytes) -> tuple[bytes, int]:
     return body[_TWO.size : -1], _TWO.unpack_from(body)[0]
+
+
+def _open(body: bytes) -> tuple[int, bool]:
+    flags, of_fuse = _TWO.unpack_from(body)
+    return flags, bool(of_fuse & _OPEN_KILL_SUIDGID)
 
 
 def _create(body: bytes) -> tuple[bytes, int, int]:
@@ -285,7 +302,7 @@ OPERATIONS = {
     Opcode.RMDIR: Operation("rmdir", _name),
     Opcode.RENAME: Operation("rename", _rename),
     Opcode.LINK: Operation("link", _link),
-    Opcode.OPEN: Operation("open", _first),
+    Opcode.OPEN: Operation("open", _open),
     Opcode.READ: Operation("read", _read),
     Opcode.STATFS: Operation("statfs", _nothing),
     Opcode.RELEASE: Operation("release", _handle),
@@ -299,15 +316,17 @@ OPERATIONS = {
     Opcode.FSYNCDIR: Operation("fsyncdir", _nothing),
     Opcode.CREATE: Operation("create", _create),
     Opcode.BATCH_FORGET: Operation("batch_forget", _batch_forget),
+    Opcode.READDIR: Operation("readdir", _read),
     Opcode.READDIRPLUS: Operation("readdirplus", _read),
     Opcode.RENAME2: Operation("rename", _rename2),
 }
 
 
-def write_arguments(head: memoryview) -> tuple[int, int, int]:
-    """Handle, offset and size of a WRITE, from the head in front of its data."""
-    handle, offset, size, *_ = _WRITE.unpack_from(head, REQUEST.size)
-    return handle, offset, size
+def write_arguments(head: memoryview) -> tuple[int, int, int, bool]:
+    """Handle, offset and size of a WRITE, from the head in front of its data, and whether the
+    file's set-user-ID and set-group-ID bits go."""
+    handle, offset, size, flags, _, _ = _WRITE.unpack_from(head, REQUEST.size)
+    return handle, offset, size, bool(flags & _WRITE_KILL_SUIDGID)
 
 
 # -- answers
@@ -363,16 +382,12 @@ def no_entry(seconds: int) -> bytes:
 
 
 def directory_entry(ino: int, name: bytes, mode: int, cookie: int, found: bytes) -> bytes:
-    """A name in a listing. `found`: what a lookup of it would have answered; a directory's `.`
-    and `..` are not looked up, and have `no_lookup`."""
+    """A name in a listing. `found`: what a lookup of it would have answered, for READDIRPLUS;
+    NOT_LOOKED_UP for a name that the kernel shall look up itself; empty for READDIR."""
     length = len(name)
     return b"".join(
         (found, _DIRENT.pack(ino, cookie, length, mode >> 12), name, bytes(-length % 8))
     )
-
-
-def no_lookup(packed: bytes) -> bytes:
-    return _ENTRY.pack(0, 0, 0, 0, 0, 0) + packed
 
 
 def opened(handle: int, flags: Opened) -> bytes:

@@ -226,6 +226,54 @@ def test_setuid_programs_run_as_their_caller(home: Path) -> None:
     assert shown.stdout.strip() == str(NOBODY)
 
 
+_CHANGES = {
+    "write": "dd if=/dev/zero of={} bs=1 count=1 conv=notrunc",
+    "append": "dd if=/dev/zero of={} bs=1 count=1 conv=notrunc oflag=append",
+    "direct": "dd if=/dev/zero of={} bs=4096 count=1 conv=notrunc oflag=direct",
+    "truncate": "truncate -s 1 {}",
+    "open": "dd if=/dev/null of={}",
+}
+
+
+@needs_root
+@pytest.mark.parametrize("change", _CHANGES.values(), ids=_CHANGES)
+@pytest.mark.parametrize(
+    ("user", "mode", "left"),
+    [
+        (NOBODY, 0o6777, 0o777),  # who may not keep them by a capability of its own
+        (NOBODY, 0o2766, 0o2766),  # without a right to execute it is no set-group-ID bit
+        (0, 0o6777, 0o6777),
+    ],
+)
+def test_who_changes_a_program_takes_its_rights(
+    file: Path, change: str, user: int, mode: int, left: int
+) -> None:
+    file.write_bytes(b"program")
+    file.chmod(mode)
+    capability = struct.pack("<IIIII", 0x02000001, 1, 0, 0, 0)
+    os.setxattr(file, "security.capability", capability)
+    command = [part.format(file) for part in change.split()]
+    subprocess.run(command, user=user, check=True, capture_output=True)
+    assert stat.S_IMODE(file.stat().st_mode) == left
+    assert "security.capability" not in os.listxattr(file)
+    # One that was given anew goes too.
+    os.setxattr(file, "security.capability", capability)
+    subprocess.run(command, user=user, check=True, capture_output=True)
+    assert "security.capability" not in os.listxattr(file)
+
+
+@needs_root
+def test_a_new_owner_takes_a_programs_rights(home: Path, file: Path) -> None:
+    file.chmod(0o6755)
+    os.setxattr(file, "security.capability", struct.pack("<IIIII", 0x02000001, 1, 0, 0, 0))
+    os.chown(file, 1234, 4321)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o755
+    assert os.listxattr(file) == []
+    home.chmod(0o2755)
+    os.chown(home, 0, 4321)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o2755
+
+
 @needs_root
 def test_the_kernel_makes_a_mount_read_only_and_writable_again(shared: Mounter, home: Path) -> None:
     def remount(option: str) -> None:
