@@ -15,7 +15,7 @@ from kvfs.tiers.heat import HeatMap
 from kvfs.tiers.hints import Said, ToolDone, ToolStarted, TurnExpected
 from kvfs.tiers.slots import SlotTable
 
-_RECENT_MAX = 4096
+_RECENT_MAX = 512
 _KEPT_MAX = 200_000
 _MEANING = {
     ToolStarted: Hint.TOOL_RUNNING,
