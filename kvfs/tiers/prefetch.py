@@ -120,7 +120,8 @@ class LookAhead:
             return reader
         place = siblings.place.get(ino)
         if place is not None:
-            reader.in_order = place == siblings.last_opened + 1
+            # Who begins anew, or goes on.
+            reader.in_order = place in (0, siblings.last_opened + 1)
             siblings.last_opened = place
         return reader
 
@@ -138,7 +139,8 @@ class LookAhead:
 
     def _start(self, reader: Reader, start: int, end: int) -> Step[None]:
         node = yield from self.store.node(reader.ino)
-        if reader.expected < node.inode.size:
+        # Also when it is all that is asked for: it must not wait for what is only likely.
+        if start < node.inode.size:
             self._read_ahead((yield from self.store.extents(reader.ino, start, end - start)))
         if end > node.inode.size:
             yield from self._start_siblings(reader, node, end - node.inode.size)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvfs.engine.device import FileDevice, create_image
-from kvfs.engine.format import ROOT_INODE
+from kvfs.engine.format import ROOT_INODE, Extent
 from kvfs.engine.io import InlineExecutor, run
+from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.store import Store
 from kvfs.engine.superblocks import format_device
 from kvfs.tiers.oplog import OperationLog
@@ -109,3 +110,32 @@ def test_layers_that_were_all_opened_before_are_read_ahead_in_order_only(store: 
     for place in (0, 1, 2):
         read(store, look_ahead, readers[place], 0, LAYER_SIZE)
     assert held(store, inodes[3]) == LAYER_SIZE
+
+
+def test_a_session_that_is_begun_anew_is_read_ahead_from_its_first_layer(store: Store) -> None:
+    inodes = session(store, 4)
+    look_ahead = LookAhead(store, 8 * MIB)
+    run(look_ahead.opened(inodes[3]))
+    reader = run(look_ahead.opened(inodes[0]))
+    read(store, look_ahead, reader, 0, LAYER_SIZE)
+    assert held(store, inodes[1]) > 0
+
+
+def test_what_is_asked_for_is_read_before_what_is_likely(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inodes = session(store, 4)
+    begun: list[int] = []
+    start = ExtentReader._start
+
+    def recorded(reader: ExtentReader, extents: list[Extent]) -> Chunk:
+        begun.extend(extent.extent_id for extent in extents)
+        return start(reader, extents)
+
+    monkeypatch.setattr(ExtentReader, "_start", recorded)
+    look_ahead = LookAhead(store, 8 * MIB)
+    reader = run(look_ahead.opened(inodes[0]))
+    read(store, look_ahead, reader, 0, LAYER_SIZE)
+    asked_for = run(store.extent_ids(inodes[0]))
+    assert begun[: len(asked_for)] == asked_for
+    assert len(begun) > len(asked_for)
