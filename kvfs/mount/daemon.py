@@ -27,7 +27,7 @@ from kvfs.mount.backing import claimed
 from kvfs.mount.config import WARM_DIRECTORY, MountConfig
 from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
-from kvfs.mount.loop import LoopExecutor, drive, new_loop
+from kvfs.mount.loop import Loop, LoopExecutor, drive
 from kvfs.mount.memory import warm_limit
 from kvfs.mount.mounts import find_mount
 from kvfs.mount.session import Session
@@ -71,22 +71,22 @@ def serve(config: MountConfig, ready: Callable[[], None]) -> None:
     with claimed(config.source, read_only=config.read_only) as device:
         superblocks = read_superblocks(device, str(config.source))
         directory = _log_directory(config, superblocks.newest)
-        loop = new_loop()
+        loop = Loop()
         with _warm_directory(config, directory):
             try:
-                loop.run_until_complete(_serve(directory, superblocks, config, device, ready))
+                loop.run_until_complete(_serve(loop, directory, superblocks, config, device, ready))
             finally:
                 loop.close()
 
 
 async def _serve(
+    loop: Loop,
     directory: Path,
     superblocks: Superblocks,
     config: MountConfig,
     device: FileDevice,
     ready: Callable[[], None],
 ) -> None:
-    loop = asyncio.get_running_loop()
     executor = LoopExecutor(loop, _THREADS)
     warm_size = _warm_limit(config, directory)
     config = replace(config, warm_size=warm_size)

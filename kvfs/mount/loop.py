@@ -7,6 +7,7 @@ import logging
 import os
 import selectors
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
@@ -16,35 +17,95 @@ from kvfs.engine.io import Completion, DeadlineExceeded, Step, WorkerThreads
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_Ready = list[tuple[selectors.SelectorKey, int]]
+
 # Who asks for one thing after the other comes back within this time; a processor that has
 # gone to sleep meanwhile takes as long to wake up.
 _SPIN_SECONDS = 50e-6
 _SPINS_MAX = 4
 
 
-class SpinningSelector(selectors.EpollSelector):
-    """Looks again and again for a moment before it sleeps, as long as that was worth it lately."""
+class Mailbox:
+    """Callbacks from other threads for the loop's. Who is awake is not woken up."""
 
     def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.waiting: deque[Callable[[], None]] = deque()
+        self.is_asleep = False
+
+    def put(self, callback: Callable[[], None]) -> None:
+        self.waiting.append(callback)
+        if self.is_asleep:
+            os.eventfd_write(self.fd, 1)
+
+    def close(self) -> None:
+        """What comes from now on stays where it is."""
+        self.is_asleep = False
+        os.close(self.fd)
+
+    def empty(self) -> None:
+        """In the loop: call those that came until now."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        for _ in range(len(self.waiting)):
+            self.waiting.popleft()()
+
+
+class SpinningSelector(selectors.EpollSelector):
+    """Looks again and again for a moment before it sleeps, as long as that was worth it lately.
+    The mailbox is ready when something is in it, whether or not that was signalled."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
         super().__init__()
-        self._is_worth_it = len(os.sched_getaffinity(0)) > 1
+        self._mailbox = mailbox
+        self._may_spin = len(os.sched_getaffinity(0)) > 1
         self._spins = 0  # in vain, that may still be
 
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if not self._is_worth_it or (timeout is not None and timeout <= _SPIN_SECONDS):
-            return super().select(timeout)
+    def select(self, timeout: float | None = None) -> _Ready:
+        if timeout is not None and timeout <= _SPIN_SECONDS:
+            return self._with_mail(super().select(timeout))
         begin = time.perf_counter()
         if self._spins:
             end = begin + _SPIN_SECONDS
             while time.perf_counter() < end:
-                if ready := super().select(0):
+                if ready := self._with_mail(super().select(0)):
                     self._spins = _SPINS_MAX
                     return ready
             self._spins -= 1
-        ready = super().select(timeout)
-        if time.perf_counter() - begin < 2 * _SPIN_SECONDS:
+        ready = self._sleep(timeout)
+        if self._may_spin and time.perf_counter() - begin < 2 * _SPIN_SECONDS:
             self._spins = _SPINS_MAX
         return ready
+
+    def _sleep(self, timeout: float | None) -> _Ready:
+        self._mailbox.is_asleep = True
+        try:
+            # What came before that was seen is not signalled.
+            return self._with_mail(super().select(0 if self._mailbox.waiting else timeout))
+        finally:
+            self._mailbox.is_asleep = False
+
+    def _with_mail(self, ready: _Ready) -> _Ready:
+        if self._mailbox.waiting and all(key.fd != self._mailbox.fd for key, _ in ready):
+            ready.append((self.get_key(self._mailbox.fd), selectors.EVENT_READ))
+        return ready
+
+
+class Loop(asyncio.SelectorEventLoop):
+    """One that is quick to see the next request, and the work of a thread that is done."""
+
+    def __init__(self) -> None:
+        self._mailbox = Mailbox()
+        super().__init__(SpinningSelector(self._mailbox))
+        self.add_reader(self._mailbox.fd, self._mailbox.empty)
+
+    def call_from_thread(self, callback: Callable[[], None]) -> None:
+        """Have it called in the loop, soon; nobody hears of it once the loop has ended."""
+        self._mailbox.put(callback)
+
+    def close(self) -> None:
+        super().close()
+        self._mailbox.close()
 
 
 class Ended(Protocol):
@@ -53,20 +114,12 @@ class Ended(Protocol):
     def __call__(self, value: Any, error: Exception | None) -> None: ...
 
 
-def new_loop() -> asyncio.AbstractEventLoop:
-    return asyncio.SelectorEventLoop(SpinningSelector())
-
-
 class LoopExecutor(WorkerThreads):
     """Work goes to threads, spawned steps to the loop. Implements engine.io.Executor."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, threads: int) -> None:
-        super().__init__(threads, self._call_soon)
+    def __init__(self, loop: Loop, threads: int) -> None:
+        super().__init__(threads, loop.call_from_thread)
         self.loop = loop
-
-    def _call_soon(self, callback: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and nobody waits
-            self.loop.call_soon_threadsafe(callback)
 
     def spawn(self, step: Step[T]) -> Completion[T]:
         completion: Completion[T] = Completion()

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 import threading
+import time
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
 from kvfs.engine.io import Completion, DeadlineExceeded, Step, wait
-from kvfs.mount.loop import LoopExecutor, SpinningSelector, drive, new_loop
+from kvfs.mount.loop import Loop, LoopExecutor, drive
 from kvfs.mount.session import errno_of
 
 T = TypeVar("T")
 
 
 @pytest.fixture
-def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    loop = new_loop()
+def loop() -> Iterator[Loop]:
+    loop = Loop()
     yield loop
     loop.close()
 
 
-def run(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+def run(loop: Loop, coroutine: Coroutine[Any, Any, T]) -> T:
     return loop.run_until_complete(asyncio.wait_for(coroutine, 20))
 
 
@@ -37,7 +38,7 @@ def waits_for(completion: Completion[int], cleaned: list[str]) -> Step[int]:
 
 
 def test_a_step_that_nobody_finishes_ends_at_its_deadline_and_cleans_up(
-    loop: asyncio.AbstractEventLoop,
+    loop: Loop,
 ) -> None:
     cleaned: list[str] = []
     with pytest.raises(DeadlineExceeded):
@@ -45,7 +46,7 @@ def test_a_step_that_nobody_finishes_ends_at_its_deadline_and_cleans_up(
     assert cleaned == ["up"]
 
 
-def test_past_its_deadline_a_step_waits_for_nothing_more(loop: asyncio.AbstractEventLoop) -> None:
+def test_past_its_deadline_a_step_waits_for_nothing_more(loop: Loop) -> None:
     told: list[str] = []
 
     def stubborn() -> Step[int]:
@@ -63,7 +64,7 @@ def test_past_its_deadline_a_step_waits_for_nothing_more(loop: asyncio.AbstractE
     assert told == ["late"] * 3
 
 
-def test_what_comes_after_the_deadline_moves_nothing(loop: asyncio.AbstractEventLoop) -> None:
+def test_what_comes_after_the_deadline_moves_nothing(loop: Loop) -> None:
     """The completion that a step gave up finishes while it waits for another."""
     first: Completion[int] = Completion()
     second: Completion[int] = Completion()
@@ -80,7 +81,7 @@ def test_what_comes_after_the_deadline_moves_nothing(loop: asyncio.AbstractEvent
 
 
 def test_a_step_goes_on_only_after_what_finished_its_completion(
-    loop: asyncio.AbstractEventLoop,
+    loop: Loop,
 ) -> None:
     """Synchronous code is the lock: nothing else runs in the midst of it."""
     completion: Completion[None] = Completion()
@@ -99,7 +100,7 @@ def test_a_step_goes_on_only_after_what_finished_its_completion(
     assert order == ["finisher", "waiter"]
 
 
-def test_work_in_threads_finishes_steps_in_the_loop(loop: asyncio.AbstractEventLoop) -> None:
+def test_work_in_threads_finishes_steps_in_the_loop(loop: Loop) -> None:
     executor = LoopExecutor(loop, 2)
     work = executor.submit(lambda: (41 + 1, threading.current_thread().name))
     value, thread = run(loop, drive(wait(work), 10))
@@ -108,7 +109,7 @@ def test_work_in_threads_finishes_steps_in_the_loop(loop: asyncio.AbstractEventL
 
 
 def test_a_spawned_step_goes_on_when_its_caller_has_given_up(
-    loop: asyncio.AbstractEventLoop,
+    loop: Loop,
 ) -> None:
     executor = LoopExecutor(loop, 1)
     late: Completion[int] = Completion()
@@ -119,7 +120,7 @@ def test_a_spawned_step_goes_on_when_its_caller_has_given_up(
     assert run(loop, drive(wait(spawned), 10)) == 7
 
 
-def test_what_a_spawned_step_raises_is_its_result(loop: asyncio.AbstractEventLoop) -> None:
+def test_what_a_spawned_step_raises_is_its_result(loop: Loop) -> None:
     def fails() -> Step[None]:
         raise OSError(errno.EIO, "gone")
         yield
@@ -129,7 +130,7 @@ def test_what_a_spawned_step_raises_is_its_result(loop: asyncio.AbstractEventLoo
 
 
 def test_work_aside_does_not_take_the_threads_of_requests(
-    loop: asyncio.AbstractEventLoop,
+    loop: Loop,
 ) -> None:
     executor = LoopExecutor(loop, 1)
     freed = threading.Event()
@@ -140,21 +141,36 @@ def test_work_aside_does_not_take_the_threads_of_requests(
         run(loop, drive(wait(aside), 10))
 
 
-def test_the_selector_sees_what_is_ready_and_how_long_to_wait() -> None:
-    ours, theirs = socket.socketpair()
-    selector = SpinningSelector()
-    selector.register(ours, 1)
-    for timeout in (0, 0.001, 0.01):
-        assert selector.select(timeout) == []
-    for _ in range(20):  # it learns in between that waiting is worth it, and that it is not
-        theirs.send(b"x")
-        ((key, _),) = selector.select(None)
-        assert key.fileobj is ours
-        ours.recv(1)
-        assert selector.select(0.001) == []
-    selector.close()
-    ours.close()
-    theirs.close()
+def test_nothing_that_threads_say_is_lost_awake_or_asleep(loop: Loop) -> None:
+    """With pauses, in which the loop falls asleep, and without."""
+    said: list[tuple[int, int]] = []
+
+    def say(thread: int) -> None:
+        for number in range(200):
+            loop.call_from_thread(partial(said.append, (thread, number)))
+            if number % 20 == thread:
+                time.sleep(0.003)
+
+    async def listen() -> None:
+        while len(said) < 4 * 200:
+            await asyncio.sleep(0.002)
+
+    threads = [threading.Thread(target=say, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    run(loop, listen())
+    for thread in range(4):
+        assert [number for who, number in said if who == thread] == list(range(200))
+
+
+def test_a_sleeping_loop_is_woken_by_a_thread(loop: Loop) -> None:
+    async def wait_for_it() -> None:
+        event = asyncio.Event()
+        await asyncio.sleep(0.05)  # it spins no longer
+        threading.Timer(0.1, loop.call_from_thread, (event.set,)).start()
+        await asyncio.wait_for(event.wait(), 10)
+
+    run(loop, wait_for_it())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 from kvfs.engine.io import Completion, DeadlineExceeded, Step, wait
 from kvfs.mount import protocol
 from kvfs.mount.attach import MountError, attach
-from kvfs.mount.loop import new_loop
+from kvfs.mount.loop import Loop
 from kvfs.mount.protocol import Call, Opened
 from kvfs.mount.session import Session
 
@@ -57,10 +57,12 @@ class Faulty:
 
     batch_forget = forget
 
-    def open(self, call: Call, flags: int) -> bytes:
+    def open(self, call: Call, flags: int, kills_suid: bool) -> bytes:
         return protocol.opened(1, Opened.DIRECT_IO)
 
-    def write(self, call: Call, fh: int, offset: int, data: memoryview) -> Step[bytes]:
+    def write(
+        self, call: Call, fh: int, offset: int, data: memoryview, kills_suid: bool
+    ) -> Step[bytes]:
         gate: Completion[None] = Completion()
         asyncio.get_running_loop().call_later(0.05, gate.finish)
         yield from wait(gate)
@@ -82,7 +84,7 @@ def served(
 ) -> Iterator[Session]:
     point.mkdir()
     begun: list[Session] = []
-    loop = new_loop()
+    loop = Loop()
     ready = threading.Event()
 
     async def serve() -> None:
