@@ -68,17 +68,22 @@ class HeatMap:
         if not ids.size:
             return
         self.reserve(int(ids.max()) + 1)
-        ticks = self.now + 1 + np.arange(ids.size)
+        # Those of each block side by side, in their order.
+        order = np.argsort(ids, kind="stable")
+        blocks, starts, uses = np.unique(ids[order], return_index=True, return_counts=True)
+        ticks = self.now + 1 + order
         self.now += ids.size
-        # A block's second use comes after its first: one round for each.
-        nth = _occurrences(ids)
-        for n in range(int(nth.max()) + 1):
-            self._use(ids[nth == n], ticks[nth == n])
+        last = ticks[starts + uses - 1]
+        later = np.repeat(starts + uses, uses) - 1 - np.arange(ids.size)
+        new = _decay(np.repeat(last, uses) - ticks) * self._kept(later)
+        old = self._sums[blocks] * _decay(last - self._ticks[blocks]) * self._kept(uses)
+        self._sums[blocks] = old + np.add.reduceat(new, starts)
+        self._ticks[blocks] = last
 
-    def _use(self, ids: Ids, ticks: Ids) -> None:
-        kept = np.float32(1 - 1 / self.window)
-        self._sums[ids] = 1 + self._sums[ids] * _decay(ticks - self._ticks[ids]) * kept
-        self._ticks[ids] = ticks
+    def _kept(self, uses: Ids) -> Heats:
+        """What so many uses leave of those before, as a column."""
+        left: Heats = np.float32(1 - 1 / self.window) ** uses.astype(np.float32)[:, None]
+        return left
 
     def heat(self, ids: Ids) -> Heats:
         """H of each block, as of the newest tick."""
@@ -109,13 +114,3 @@ class HeatMap:
 def _decay(ages: Ids) -> npt.NDArray[np.float32]:
     decay: npt.NDArray[np.float32] = np.exp(-ages.astype(np.float32)[:, None] * _RATES)
     return decay
-
-
-def _occurrences(ids: Ids) -> Ids:
-    """How often each entry came before in the array."""
-    order = np.argsort(ids, kind="stable")
-    places = np.arange(ids.size)
-    is_first = np.diff(ids[order], prepend=ids[order[0]] - 1) != 0
-    nth = np.empty_like(ids)
-    nth[order] = places - np.maximum.accumulate(np.where(is_first, places, 0))
-    return nth
