@@ -49,7 +49,7 @@ class Device(Protocol):
 
 
 class FileDevice:
-    """A block device or an image file, opened for direct I/O where that is possible.
+    """A block device or an image file, opened for direct I/O where that is possible: `direct`.
 
     Raises DeviceError when it is missing, of the wrong kind, or in use.
     """
@@ -57,32 +57,32 @@ class FileDevice:
     def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.path = Path(path)
         self.read_only = read_only
-        self._fd, self.direct = _open(self.path, read_only)
+        self.fd, self.direct = _open(self.path, read_only)
         try:
-            _lock(self._fd, self.path, shared=read_only)
-            self.size = _size(self._fd)
+            _lock(self.fd, self.path, shared=read_only)
+            self.size = _size(self.fd)
         except BaseException:
-            os.close(self._fd)
+            os.close(self.fd)
             raise
 
     def read(self, address: int, buffers: Sequence[memoryview]) -> None:
         wanted = sum(map(len, buffers))
-        done = _transfer(os.preadv, self._fd, address, buffers)
+        done = _transfer(os.preadv, self.fd, address, buffers)
         if done != wanted:
             raise OSError(errno.EIO, f"{self.path} ends at byte {address + done}")
         if not self.direct:
-            os.posix_fadvise(self._fd, address, wanted, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.fd, address, wanted, os.POSIX_FADV_DONTNEED)
 
     def write(self, address: int, buffers: Sequence[memoryview]) -> None:
         wanted = sum(map(len, buffers))
-        if _transfer(os.pwritev, self._fd, address, buffers) != wanted:
+        if _transfer(os.pwritev, self.fd, address, buffers) != wanted:
             raise OSError(errno.EIO, f"{self.path}: short write at byte {address}")
 
     def flush(self) -> None:
-        os.fdatasync(self._fd)
+        os.fdatasync(self.fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
 
 def read_bytes(device: Device, address: int, length: int) -> memoryview:

@@ -13,7 +13,7 @@ import errno
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -75,6 +75,34 @@ class Urgency(IntEnum):
     DEMAND = 0
     WRITE_BACK = 1
     BACKGROUND = 2
+
+
+class Readable(Protocol):
+    """What can be read from: a device."""
+
+    def read(self, address: int, buffers: Sequence[memoryview]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read(Generic[T]):
+    """A read of the device, and what is then done with the bytes: work for an executor, which
+    may have another way to read than a thread that waits. `is_quick`: what is done takes no
+    longer than to tell another thread to do it."""
+
+    device: Readable
+    address: int
+    buffers: list[memoryview]
+    use: Callable[[], T]
+    is_quick: bool
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(map(len, self.buffers))
+
+    def __call__(self) -> T:
+        self.device.read(self.address, self.buffers)
+        return self.use()
 
 
 class Executor(Protocol):

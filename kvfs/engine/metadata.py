@@ -47,7 +47,12 @@ def pointer_to(header: FrameHeader, record: RecordHeader) -> Pointer:
 
 def read(device: Device, pointer: Pointer) -> bytes:
     """What was encoded. Raises FormatError when it is not what was written, OSError."""
-    stored = read_bytes(device, pointer.address, round_up(pointer.stored))[: pointer.stored]
+    return decode(pointer, read_bytes(device, pointer.address, round_up(pointer.stored)))
+
+
+def decode(pointer: Pointer, blocks: memoryview) -> bytes:
+    """What was encoded, from the blocks that it was stored in. Raises FormatError."""
+    stored = blocks[: pointer.stored]
     if checksum(stored) != pointer.checksum:
         raise FormatError(f"metadata at byte {pointer.address} fails its checksum")
     out = bytearray(pointer.size)

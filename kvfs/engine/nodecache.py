@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvfs.engine import metadata
+from kvfs.engine.buffers import aligned
 from kvfs.engine.device import Device
-from kvfs.engine.format import FormatError, Pointer, TreeNode
-from kvfs.engine.io import Completion, Executor, Step, wait
+from kvfs.engine.format import FormatError, Pointer, TreeNode, round_up
+from kvfs.engine.io import Completion, Executor, Read, Step, wait
 from kvfs.engine.ring import Ring
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,11 @@ class NodeCache:
 
     def _start(self, pointer: Pointer) -> Completion[TreeNode]:
         self.ring.pin(pointer.address)
-        return self.executor.submit(partial(_read, self.device, pointer))
+        blocks = aligned(round_up(pointer.stored))
+        decode = partial(_decode, pointer, blocks)
+        return self.executor.submit(
+            Read(self.device, pointer.address, [blocks], decode, is_quick=True)
+        )
 
     def _finished(self, pointer: Pointer, loading: Completion[TreeNode]) -> None:
         del self._loading[pointer]
@@ -88,9 +93,8 @@ def _taken(node: TreeNode) -> int:
     return len(node) + _NODE_OVERHEAD
 
 
-def _read(device: Device, pointer: Pointer) -> TreeNode:
-    """Runs in a thread."""
+def _decode(pointer: Pointer, blocks: memoryview) -> TreeNode:
     try:
-        return TreeNode(metadata.read(device, pointer))
+        return TreeNode(metadata.decode(pointer, blocks))
     except FormatError as fault:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(fault)) from None

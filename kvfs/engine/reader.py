@@ -22,7 +22,7 @@ from kvfs.engine.buffers import BufferPool, is_aligned
 from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
 from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
-from kvfs.engine.io import Completion, Executor, Urgency
+from kvfs.engine.io import Completion, Executor, Read, Urgency
 from kvfs.engine.latency import Latencies
 from kvfs.engine.ring import Ring
 
@@ -127,7 +127,9 @@ class ExtentReader:
         scratch, buffers = self._read_where(targets)
         address = targets[0].extent.address
         self._ring.pin(address)
-        reading = self._executor.submit(_ReadInto(self._device, targets, buffers), urgency)
+        in_place = all(target.memory is at for target, at in zip(targets, buffers, strict=True))
+        read = Read(self._device, address, buffers, _ReadInto(targets, buffers), in_place)
+        reading = self._executor.submit(read, urgency)
 
         def finished() -> None:
             self._ring.unpin(address)
@@ -186,9 +188,11 @@ class ExtentReader:
         buffer = self._buffer_for(extents)
         scratch = None if raw else self._buffer_for(extents)
         chunk = Chunk(extents, Completion(), buffer)
-        work = _ReadChunk(self._device, chunk, buffer if scratch is None else scratch)
-        self._ring.pin(extents[0].address)
-        chunk.read = self._executor.submit(work)
+        into = buffer if scratch is None else scratch
+        first, end = extents[0].address, extents[-1].blocks_end
+        self._ring.pin(first)
+        read = Read(self._device, first, [into[: end - first]], _ReadChunk(chunk, into), raw)
+        chunk.read = self._executor.submit(read)
         self.asked_for += extents[-1].blocks_end - extents[0].address
         chunk.users += 1
         self._chunks[id(chunk)] = chunk
@@ -245,17 +249,16 @@ class ExtentReader:
 
 @dataclass(slots=True)
 class _ReadChunk:
-    """Runs in a thread. `into` receives the stored bytes: the chunk's buffer itself
-    when all of them are raw."""
+    """What is done with a chunk that was read. `into` has the stored bytes: the chunk's buffer
+    itself when all of them are raw."""
 
-    device: Device
     chunk: Chunk
     into: memoryview
 
     def __call__(self) -> None:
         chunk = self.chunk
         decoded_at = 0
-        for extent, start, stored in _stored(self.device, chunk.extents, self.into):
+        for extent, start, stored in _stored(chunk.extents, self.into):
             if stored is None:
                 chunk.bad.add(extent.extent_id)
             elif self.into is chunk.buffer:
@@ -269,15 +272,13 @@ class _ReadChunk:
 
 @dataclass(frozen=True, slots=True)
 class _ReadInto:
-    """Runs in a thread. `buffers` receive the stored bytes: the memory of a target itself
-    when they are what is to lie there."""
+    """What is done with what was read for targets. `buffers` have the stored bytes: the memory of
+    a target itself when they are what is to lie there."""
 
-    device: Device
     targets: list[Target]
     buffers: list[memoryview]
 
     def __call__(self) -> list[Extent]:
-        self.device.read(self.targets[0].extent.address, self.buffers)
         arrived = zip(self.targets, self.buffers, strict=True)
         return [target.extent for target, buffer in arrived if self._is_good(target, buffer)]
 
@@ -290,12 +291,11 @@ class _ReadInto:
 
 
 def _stored(
-    device: Device, extents: list[Extent], into: memoryview
+    extents: list[Extent], into: memoryview
 ) -> Iterator[tuple[Extent, int, memoryview | None]]:
     """Neighbours, read at once: where each lies in `into`, and its stored bytes if they are
     what was written."""
     first = extents[0].address
-    device.read(first, [into[: extents[-1].blocks_end - first]])
     for extent in extents:
         start = extent.address - first
         stored = into[start : start + extent.stored]

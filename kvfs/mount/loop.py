@@ -10,9 +10,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeGuard, TypeVar
 
-from kvfs.engine.io import Completion, DeadlineExceeded, Step, WorkerThreads
+from kvfs.engine.device import FileDevice
+from kvfs.engine.io import (
+    Completion,
+    DeadlineExceeded,
+    Read,
+    Readable,
+    Step,
+    Urgency,
+    WorkerThreads,
+)
+from kvfs.mount.uring import Ring, open_ring
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -23,6 +33,8 @@ _Ready = list[tuple[selectors.SelectorKey, int]]
 # gone to sleep meanwhile takes as long to wake up.
 _SPIN_SECONDS = 50e-6
 _SPINS_MAX = 4
+# What is larger is summed, and sent off, beside the loop.
+_RING_READ_MAX = 256 * 1024
 
 
 class Mailbox:
@@ -115,11 +127,51 @@ class Ended(Protocol):
 
 
 class LoopExecutor(WorkerThreads):
-    """Work goes to threads, spawned steps to the loop. Implements engine.io.Executor."""
+    """Work goes to threads, what somebody waits for to be read to the kernel's ring, spawned steps
+    to the loop. Implements engine.io.Executor."""
 
     def __init__(self, loop: Loop, threads: int) -> None:
         super().__init__(threads, loop.call_from_thread)
         self.loop = loop
+        self._threads_max = threads
+        self._ring = open_ring()
+        if self._ring is not None:
+            loop.add_reader(self._ring.fd, self._ring.finish)
+
+    @property
+    def has_room(self) -> bool:
+        return super().has_room and self._reads < 2 * self._threads_max
+
+    @property
+    def demand_waits(self) -> bool:
+        return super().demand_waits or self._reads > self._threads_max
+
+    @property
+    def _reads(self) -> int:
+        return 0 if self._ring is None else self._ring.in_flight
+
+    def submit(self, work: Callable[[], T], urgency: Urgency = Urgency.DEMAND) -> Completion[T]:
+        if urgency is Urgency.DEMAND and isinstance(work, Read) and work.size <= _RING_READ_MAX:
+            ring, device = self._ring, work.device
+            if ring is not None and ring.has_room and _is_direct(device):
+                with suppress(OSError):  # the kernel is short of something
+                    return self._read(ring, device, work)
+        return super().submit(work, urgency)
+
+    def _read(self, ring: Ring, device: FileDevice, read: Read[T]) -> Completion[T]:
+        completion: Completion[T] = Completion()
+
+        def done(result: int) -> None:
+            if result != read.size:
+                # What is wrong is found out, or put right, by a read that waits.
+                _pass_on(super(LoopExecutor, self).submit(read), completion)
+            elif read.is_quick:
+                _finish(completion, read.use)
+            else:
+                _pass_on(super(LoopExecutor, self).submit(read.use), completion)
+
+        ring.read(device.fd, read.address, read.buffers, done)
+        return completion
 
     def spawn(self, step: Step[T]) -> Completion[T]:
         completion: Completion[T] = Completion()
@@ -139,6 +191,21 @@ class LoopExecutor(WorkerThreads):
         future = self.loop.run_in_executor(None, work)
         future.add_done_callback(lambda done: completion.finish(error=done.exception()))
         return completion
+
+
+def _is_direct(device: Readable) -> TypeGuard[FileDevice]:
+    return isinstance(device, FileDevice) and device.direct
+
+
+def _finish(completion: Completion[T], work: Callable[[], T]) -> None:
+    try:
+        completion.finish(work())
+    except Exception as error:
+        completion.finish(error=error)
+
+
+def _pass_on(source: Completion[T], completion: Completion[T]) -> None:
+    source.when_done(lambda: _finish(completion, source.result))
 
 
 def start(
