@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import typer
 
-# libfuse takes them by these names. Of those in a row the last one holds.
+# fusermount3 takes them by these names. Of those in a row the last one holds.
 _ALTERNATIVES = (
     ("ro", "rw"),
     ("allow_other",),

@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,47 +18,35 @@ class MountError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The kernel's end of a mount. `helper` stays open as long as the mount is wanted: with
-    auto_unmount, fusermount3 waits for its end."""
+    """The kernel's end of a mount."""
 
     fd: int
     mountpoint: Path
-    helper: socket.socket
 
 
 def attach(mountpoint: Path, options: Iterable[str]) -> Connection:
     """Raises MountError."""
     ours, theirs = socket.socketpair()
-    with ExitStack() as stack:
-        stack.callback(theirs.close)
-        stack.enter_context(on_failure := ExitStack())
-        on_failure.callback(ours.close)
-        helper = _start(mountpoint, options, theirs.fileno())
-        theirs.close()
+    with ours, theirs:
+        command = [_PROGRAM, "-o", ",".join(sorted(options)), "--", os.fspath(mountpoint)]
+        environment = {**os.environ, "_FUSE_COMMFD": str(theirs.fileno())}
         try:
-            _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
-        except ValueError:
-            _, said = helper.communicate()
-            reason = said.decode(errors="replace").strip().removeprefix(f"{_PROGRAM}: ")
+            done = subprocess.run(
+                command, env=environment, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE,
+                check=False,
+            )  # fmt: skip
+        except FileNotFoundError:
+            raise MountError(f"{_PROGRAM} is missing: install the package fuse3") from None
+        if done.returncode:
+            reason = done.stderr.decode(errors="replace").strip().removeprefix(f"{_PROGRAM}: ")
             raise MountError(
                 f"{reason or _PROGRAM + ' failed'}: may this user mount? "
                 "(in a container: --cap-add SYS_ADMIN)"
-            ) from None
-        on_failure.pop_all()
+            )
+        _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
     os.set_blocking(fd, False)
     os.set_inheritable(fd, False)
-    return Connection(fd, mountpoint, ours)
-
-
-def _start(mountpoint: Path, options: Iterable[str], socket_fd: int) -> subprocess.Popen[bytes]:
-    command = [_PROGRAM, "-o", ",".join(sorted(options)), "--", os.fspath(mountpoint)]
-    environment = {**os.environ, "_FUSE_COMMFD": str(socket_fd)}
-    try:
-        return subprocess.Popen(
-            command, env=environment, pass_fds=[socket_fd], stderr=subprocess.PIPE
-        )
-    except FileNotFoundError:
-        raise MountError(f"{_PROGRAM} is missing: install the package fuse3") from None
+    return Connection(fd, mountpoint)
 
 
 def detach(connection: Connection, *, is_mounted: bool) -> None:
@@ -71,4 +58,3 @@ def detach(connection: Connection, *, is_mounted: bool) -> None:
     if is_mounted:
         command = [_PROGRAM, "-u", "-z", "-q", "--", os.fspath(connection.mountpoint)]
         subprocess.run(command, check=False)
-    connection.helper.close()

@@ -16,7 +16,7 @@ WARM_DIRECTORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class MountConfig:
-    """What a mount needs to know. Sizes in bytes; `options` are libfuse's."""
+    """What a mount needs to know. Sizes in bytes; `options` are fusermount3's."""
 
     mountpoint: Path
     source: Path

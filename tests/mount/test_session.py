@@ -34,6 +34,8 @@ class Faulty:
     def __init__(self) -> None:
         self.acts: dict[bytes, Callable[[], Any]] = {}
         self.written: list[bytes] = []
+        self.asked_for: list[bytes] = []
+        self.opened = Opened.DIRECT_IO
 
     def __getattr__(self, name: str) -> Any:
         def handler(call: Call, *arguments: Any) -> None:
@@ -58,7 +60,11 @@ class Faulty:
     batch_forget = forget
 
     def open(self, call: Call, flags: int, kills_suid: bool) -> bytes:
-        return protocol.opened(1, Opened.DIRECT_IO)
+        return protocol.opened(1, self.opened)
+
+    def getxattr(self, call: Call, name: bytes, size: int) -> bytes:
+        self.asked_for.append(name)
+        raise OSError(errno.ENODATA, "none")
 
     def write(
         self, call: Call, fh: int, offset: int, data: memoryview, kills_suid: bool
@@ -192,6 +198,18 @@ def test_data_of_writes_that_wait_is_kept_apart(point: Path) -> None:
     with served(faulty, point), ThreadPoolExecutor(len(contents)) as clients:
         list(clients.map(write, contents))
     assert sorted(faulty.written) == sorted(contents)
+
+
+def test_the_kernel_asks_for_no_xattr_before_each_write(point: Path) -> None:
+    faulty = Faulty()
+    faulty.opened = Opened.KEEP_CACHE
+    with served(faulty, point):
+        fd = os.open(point / "file", os.O_WRONLY)
+        for _ in range(20):
+            os.write(fd, b"bytes")
+        os.close(fd)
+    assert len(faulty.written) == 20
+    assert faulty.asked_for in ([], [b"security.capability"])
 
 
 def test_what_is_under_way_is_answered_before_the_end(point: Path) -> None:
