@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 _DIRTY_SECONDS = 5.0
 _DIRTY_MIN = 64 * 1024 * 1024
 _ROUNDS_MAX = 200  # of making room, which others may take first
+# Who cleans beside us takes room before it makes some.
+_IN_VAIN_MAX = 3
 _TOLD_SECONDS = 60  # the log is told of a full tmpfs once in so long
 _RECLAIM_SHARE = 64  # one part of the ring in so many is made free at once
 
@@ -70,10 +72,13 @@ class Admission:
         """Beside those who write, while there is still room to carry much: the two checkpoints
         after which segments are free then free several. Looked at once in each segment."""
         segment = self.writer.ring.position.segment
-        is_at_it = self._cleaning is not None and not self._cleaning.done
-        if segment != self._looked_at and not is_at_it and self.space.is_short:
+        if segment != self._looked_at and not self._cleans_ahead and self.space.is_short:
             self._looked_at = segment
             self._cleaning = self.writer.executor.spawn(self._cleaned_ahead())
+
+    @property
+    def _cleans_ahead(self) -> bool:
+        return self._cleaning is not None and not self._cleaning.done
 
     def _cleaned_ahead(self) -> Step[None]:
         writer, space = self.writer, self.space
@@ -91,6 +96,7 @@ class Admission:
         writer, space = self.writer, self.space
         if purpose == Purpose.STORE:
             yield from self.drop_free()
+        in_vain = 0
         for _ in range(_ROUNDS_MAX):
             # What others are promised may replace as much, which is dead once it is written.
             yield from writer.written()
@@ -99,11 +105,14 @@ class Admission:
             if space.has_room(charge, writer.promised, purpose):
                 return
             if space.is_enough(charge, writer.promised, purpose):
-                if not (yield from self._clean(charge, purpose)) and not writer.promised:
+                found = yield from self._clean(charge, purpose)
+                in_vain = 0 if found or writer.promised or self._cleans_ahead else in_vain + 1
+                if in_vain == _IN_VAIN_MAX:
                     break
             elif not writer.promised:
                 yield from self._reclaim(charge)
-        raise error(errno.ENOSPC)
+        if not space.has_room(charge, writer.promised, purpose):
+            raise error(errno.ENOSPC)
 
     def _clean(self, charge: int, purpose: Purpose) -> Step[bool]:
         """Whether there was a segment to be cleaned, or something is still to become free."""
