@@ -61,21 +61,7 @@ def speed_row(
     remark: str = "",
 ) -> Row:
     """A speed that has to reach at least that share of its limit."""
-    ratio = statistics.median(a / b for a, b in zip(ours.values, limit.values, strict=True))
-    return Row(
-        id, what,
-        goal="" if share is None else f">= {share:g} x {limit.name}",
-        measured=ours.median,
-        limit=limit.median,
-        unit=unit,
-        met=None if share is None else ratio >= share,
-        ratio=ratio,
-        p99=float(np.percentile(ours.values, 1)),
-        rounds=len(ours.values),
-        limit_is=limit.name,
-        peers={peer.name: peer.median for peer in peers},
-        remark=remark,
-    )  # fmt: skip
+    return _ratio_row(id, what, (">=", share), ours, limit, unit, peers, remark)
 
 
 def cost_row(
@@ -90,16 +76,30 @@ def cost_row(
     remark: str = "",
 ) -> Row:
     """A time, or bytes, that may be at most so many times its limit."""
+    return _ratio_row(id, what, ("<=", factor), ours, limit, unit, peers, remark)
+
+
+def _ratio_row(
+    id: str,
+    what: str,
+    goal: tuple[str, float | None],
+    ours: Series,
+    limit: Series,
+    unit: str,
+    peers: Sequence[Series],
+    remark: str,
+) -> Row:
+    sign, bound = goal
     ratio = statistics.median(a / b for a, b in zip(ours.values, limit.values, strict=True))
     return Row(
         id, what,
-        goal="" if factor is None else f"<= {factor:g} x {limit.name}",
+        goal="" if bound is None else f"{sign} {bound:g} x {limit.name}",
         measured=ours.median,
         limit=limit.median,
         unit=unit,
-        met=None if factor is None else ratio <= factor,
+        met=None if bound is None else ratio >= bound if sign == ">=" else ratio <= bound,
         ratio=ratio,
-        p99=float(np.percentile(ours.values, 99)),
+        p99=float(np.percentile(ours.values, 1 if sign == ">=" else 99)),
         rounds=len(ours.values),
         limit_is=limit.name,
         peers={peer.name: peer.median for peer in peers},

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvfs.engine.btree import Rewrite
 from kvfs.engine.format import DATA_START, Checkpoint, Pointer, Position, inode_key, round_up
@@ -66,17 +68,19 @@ class Bench:
 
     def update(self) -> Checkpoint:
         """A checkpoint up to where the superblock would be written."""
-        step = self.index.update(self.rewrite)
+        return self.answered(self.index.update(self.rewrite)).checkpoint
+
+    def rewrite(self) -> Rewrite:
+        return Rewrite(self.index.nodes, InlineExecutor().submit, self.write)
+
+    def answered(self, step: Step[T]) -> T:
         while True:
             try:
                 next(step)
             except StopIteration as ended:
-                checkpoint: Checkpoint = ended.value.checkpoint
-                return checkpoint
+                result: T = ended.value
+                return result
             self.slow.answer()
-
-    def rewrite(self) -> Rewrite:
-        return Rewrite(self.index.nodes, InlineExecutor().submit, self.write)
 
     def checkpoint(self) -> None:
         self.index.checkpointed(self.update())
@@ -109,3 +113,44 @@ def test_a_lookup_that_waited_tells_what_is_true_when_it_ends(moment: str, how: 
             next(step)
             bench.slow.answer()
     assert ended.value.value == (b"new" if how == "get" else [(KEY, b"new")])
+
+
+layers = st.dictionaries(st.integers(0, 30), st.one_of(st.none(), st.binary(max_size=3)))
+
+
+@given(
+    tree=layers, merging=layers, recent=layers, pending=layers,
+    low=st.integers(0, 30), high=st.integers(0, 30), limit=st.integers(1, 12),
+)  # fmt: skip
+def test_a_scan_is_of_all_layers_wherever_they_end(
+    tree: dict[int, bytes | None],
+    merging: dict[int, bytes | None],
+    recent: dict[int, bytes | None],
+    pending: dict[int, bytes | None],
+    low: int,
+    high: int,
+    limit: int,
+) -> None:
+    bench = Bench()
+    index = bench.index
+    index.apply(items(tree))
+    bench.checkpoint()
+    index.apply(items(merging))
+    bench.update()
+    index.apply(items(recent))
+    for key, value in items(pending):
+        if value is None:
+            index.delete(key)
+        else:
+            index.put(key, value)
+    model = dict([(KEY, b"old"), *items(tree), *items(merging), *items(recent), *items(pending)])
+    expected = [
+        (key, value)
+        for key, value in sorted(model.items())
+        if value is not None and inode_key(low) <= key <= inode_key(high)
+    ]
+    assert bench.answered(index.scan(inode_key(low), inode_key(high), limit)) == expected[:limit]
+
+
+def items(layer: dict[int, bytes | None]) -> list[tuple[bytes, bytes | None]]:
+    return [(inode_key(number), value) for number, value in layer.items()]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvfs.engine.format import BLOCK, round_up
+from kvfs.engine.format import BLOCK, ROOT_INODE, round_up
 from kvfs.engine.io import run
 from kvfs.engine.liveness import Liveness
 from kvfs.engine.nodes import Node
@@ -284,3 +284,39 @@ def test_extent_addresses_are_within_the_device(bench: Bench) -> None:
     for extent in extents:
         assert extent.blocks_end <= bench.device.size
     assert new_device().size == bench.device.size
+
+
+def test_files_that_go_while_they_are_held_are_freed_many_at_once(bench: Bench) -> None:
+    """As the kernel holds what it has looked up: an operation each would be half of all."""
+    store = bench.store
+    inos = [bench.make(b"%d" % number) for number in range(200)]
+    for number, ino in enumerate(inos):
+        store.pin(ino)
+        run(store.unlink(ROOT_INODE, b"%d" % number))
+    before = store._writer.operation
+    for ino in inos:
+        run(store.unpin(ino))
+    run(store.drop_free())
+    assert 1 <= store._writer.operation - before <= 4
+    assert store.usage().inodes == 1
+
+
+def test_a_ring_that_is_turned_over_frees_several_segments_with_two_checkpoints(
+    tmpfs: Path,
+) -> None:
+    """Cleaning begins while there is still room to carry much; else each segment costs two."""
+    bench = Bench(tmpfs, new_device(segments=64, segment_size=MIB))
+    store = bench.store
+    count = int(store.usage().total * 0.8) // 100_000
+    draw = Random(5)
+    for number in range(count):
+        bench.write(bench.make(b"%d" % number), noise(100_000, number))
+    before = store.counters
+    checkpoints, cleaned = before.checkpoints, before.cleaned_segments
+    for turn in range(3 * count):
+        name = b"%d" % draw.randrange(count)
+        run(store.unlink(ROOT_INODE, name))
+        bench.write(bench.make(name), noise(100_000, turn))
+    after = store.counters
+    assert after.cleaned_segments - cleaned > 64
+    assert after.checkpoints - checkpoints < after.cleaned_segments - cleaned
