@@ -618,7 +618,7 @@ def _refuse_control_inode(ino: int) -> None:
 
 def _without_suid(mode: int) -> int:
     """As a write leaves it: the group's bit without a right to execute means something else."""
-    if not stat.S_ISREG(mode):
+    if stat.S_ISDIR(mode):
         return mode
     return mode & ~(stat.S_ISUID | (stat.S_ISGID if mode & stat.S_IXGRP else 0))
 

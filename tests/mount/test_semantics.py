@@ -269,6 +269,10 @@ def test_a_new_owner_takes_a_programs_rights(home: Path, file: Path) -> None:
     os.chown(file, 1234, 4321)
     assert stat.S_IMODE(file.stat().st_mode) == 0o755
     assert os.listxattr(file) == []
+    os.mkfifo(home / "fifo")
+    (home / "fifo").chmod(0o6755)
+    os.chown(home / "fifo", 1234, 4321)
+    assert stat.S_IMODE((home / "fifo").stat().st_mode) == 0o755
     home.chmod(0o2755)
     os.chown(home, 0, 4321)
     assert stat.S_IMODE(home.stat().st_mode) == 0o2755
