@@ -1,4 +1,5 @@
-"""Row 11: names and attributes, beside a pyfuse3 filesystem that does nothing.
+"""Row 11: names and attributes, beside a pyfuse3 filesystem that does nothing, and one whose
+requests are read as KVFS reads them.
 
 Each operation is done so many times by one program in one thread, on the one filesystem and
 then on the other. Cold: the kernel has dropped its dentries and inodes, and the daemon has
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import psutil
 
-from scripts.bench import null_filesystem
+from scripts.bench import null_filesystem, null_session
 from scripts.bench.disk import drop_caches, timed
 from scripts.bench.mount import fresh_mount
 from scripts.bench.plan import Plan
 from scripts.bench.rows import Row, Series, speed_row
 
 GOAL = 0.5
+_NULL, _OWN_NULL = "a null filesystem", "one that reads requests as KVFS does"
 _QUIET_SECONDS = 0.1
 
 OPERATIONS = {
@@ -69,30 +71,38 @@ class Subject:
 
 def measure(plan: Plan) -> list[Row]:
     names, count = plan.pick(100_000, 10_000), plan.pick(10_000, 2_000)
-    ours: dict[str, list[float]] = defaultdict(list)
-    limits: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as stack:
-        null_point = plan.directory / "null"
-        null_pid = stack.enter_context(null_filesystem.mounted(null_point))
+
+        def null(name: str, program: str) -> Subject:
+            point = plan.directory / name
+            pid = stack.enter_context(null_filesystem.mounted(point, program=program))
+            return Subject(point, psutil.Process(pid))
+
         options = ("--warm", "256M", "--no-reclaim")
         mount = stack.enter_context(fresh_mount(plan.directory, "2G", *options))
-        null = Subject(null_point, psutil.Process(null_pid))
-        kvfs = Subject(mount.point, psutil.Process(mount.stats()["pid"]))
-        for subject in (null, kvfs):
+        subjects = {
+            "KVFS": Subject(mount.point, psutil.Process(mount.stats()["pid"])),
+            _NULL: null("null", null_filesystem.__file__),
+            _OWN_NULL: null("own-null", null_session.__file__),
+        }
+        for name, subject in subjects.items():
             subject.fill(names)
+            found[name] = defaultdict(list)
         for number in range(plan.rounds + 1):
-            for subject, found in ((null, limits), (kvfs, ours)):
+            for name, subject in subjects.items():
                 rates = one_round(subject, number, names, count)
                 if number:
                     for operation, rate in rates.items():
-                        found[operation].append(rate)
+                        found[name][operation].append(rate)
     remark = f"{count} of each a round; {names} names listed, and as many where stat is asked"
     return [
         speed_row(
             f"11{letter}", what, GOAL,
-            Series("KVFS", ours[operation]),
-            Series("a null filesystem", limits[operation]),
+            Series("KVFS", found["KVFS"][operation]),
+            Series(_NULL, found[_NULL][operation]),
             unit="ops/s",
+            peers=[Series(_OWN_NULL, found[_OWN_NULL][operation])],
             remark=remark if letter == "a" else "",
         )
         for letter, (operation, what) in zip("abcdefg", OPERATIONS.items(), strict=True)

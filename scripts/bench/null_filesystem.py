@@ -179,10 +179,11 @@ def _tmpfs_chunk() -> memoryview:
 
 
 @contextlib.contextmanager
-def mounted(point: Path, *options: str | Path) -> Iterator[int]:
-    """One more process serves it at `point`, which is made; yields its pid."""
+def mounted(point: Path, *options: str | Path, program: str | Path = __file__) -> Iterator[int]:
+    """One more process serves it, or another program that does nothing, at `point`, which is
+    made; yields its pid."""
     point.mkdir()
-    daemon = subprocess.Popen([sys.executable, __file__, point, *options])
+    daemon = subprocess.Popen([sys.executable, program, point, *options])
     try:
         while not os.path.ismount(point):
             if daemon.poll() is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.bench import mapped, null_filesystem
+from scripts.bench import mapped, null_filesystem, null_session
 from scripts.bench.disk import MIB, best_speed, speed, touched
 from scripts.bench.layers import (
     check,
@@ -64,6 +64,7 @@ class Round:
     direct: float
     whole: float
     null: float
+    own_null: float
     page_cache: float
     mapped: float
     looked_up: float
@@ -73,10 +74,14 @@ class Round:
 def measure(plan: Plan) -> list[Row]:
     small = Shape(plan.pick(40, 16), 32, 256 << 10, 256 << 10)
     large = Shape(1, 30, 8 * MIB, MIB)
-    null = plan.directory / "null"
-    with fresh_mount(plan.directory, "8G") as mount, null_filesystem.mounted(null):
+    nulls = plan.directory / "null", plan.directory / "own-null"
+    with (
+        fresh_mount(plan.directory, "8G") as mount,
+        null_filesystem.mounted(nulls[0]),
+        null_filesystem.mounted(nulls[1], program=null_session.__file__),
+    ):
         of_small, of_large = (
-            Bench(mount, null, plan.directory / f"plain-{shape.request}", shape).measure(
+            Bench(mount, nulls, plan.directory / f"plain-{shape.request}", shape).measure(
                 plan.rounds
             )
             for shape in (small, large)
@@ -97,6 +102,7 @@ def _through_mount(id: str, what: str, share: float, rounds: Sequence[Round]) ->
         peers=[
             Series("KVFS, a layer at once", [r.whole for r in rounds]),
             Series("FUSE, zeros", [r.null for r in rounds]),
+            Series("FUSE, zeros, requests read as KVFS does", [r.own_null for r in rounds]),
             Series("memcpy, memory in small pages", [r.memcpy_small_pages for r in rounds]),
             Series("page cache, plain files", [r.page_cache for r in rounds]),
         ],
@@ -118,8 +124,8 @@ def _mapped(id: str, what: str, rounds: Sequence[Round]) -> Row:
 class Bench:
     """Sessions of a shape, in the mount and as plain files."""
 
-    def __init__(self, mount: Mount, null: Path, plain: Path, shape: Shape) -> None:
-        self._mount, self._null, self._plain, self._shape = mount, null, plain, shape
+    def __init__(self, mount: Mount, nulls: tuple[Path, Path], plain: Path, shape: Shape) -> None:
+        self._mount, self._nulls, self._plain, self._shape = mount, nulls, plain, shape
         self._top = mount.point / f"layers-of-{shape.layer_size}"
         size = shape.sessions * shape.layers * shape.layer_size
         self._data, self._found = noise(size), touched(size)
@@ -147,7 +153,7 @@ class Bench:
             best_speed(len(self._data), lambda: self._copy(*self._in_small_pages)),
             self._through(shape.paths(self._top), direct, shape.request),
             self._through(shape.paths(self._top), direct, shape.layer_size),
-            self._zeros(),
+            *map(self._zeros, self._nulls),
             self._through(shape.paths(self._plain), 0, shape.request),
             *self._mapped(),
         )
@@ -166,8 +172,8 @@ class Bench:
         finally:
             close_all(fds)
 
-    def _zeros(self) -> float:
-        fd = os.open(self._null / "zeros", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    def _zeros(self, null: Path) -> float:
+        fd = os.open(null / "zeros", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
         try:
             fds = [fd] * len(self._targets)
             return speed(len(self._data), lambda: self._read(fds, self._shape.request))
