@@ -49,6 +49,7 @@ class Session:
         self._handlers: dict[int, tuple[Any, Callable[[bytes], tuple[Any, ...]]]] = {
             opcode: (getattr(filesystem, operation.method), operation.arguments)
             for opcode, operation in OPERATIONS.items()
+            if hasattr(filesystem, operation.method)
         }
         self._write = filesystem.write
         self._head = memoryview(bytearray(HEAD_SIZE))

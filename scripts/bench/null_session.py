@@ -126,12 +126,6 @@ class NullHandlers:
     def fsync(self, call: Call, fh: int) -> None:
         pass
 
-    def __getattr__(self, method: str) -> object:
-        def refused(call: Call, *arguments: object) -> None:
-            raise NotImplementedError(method)
-
-        return refused
-
 
 async def _serve(loop: Loop, point: Path) -> None:
     connection = attach(point, {"default_permissions", "fsname=null"})
