@@ -74,8 +74,8 @@ class SpinningSelector(selectors.EpollSelector):
         self._spins = 0  # in vain, that may still be
 
     def select(self, timeout: float | None = None) -> _Ready:
-        if timeout is not None and timeout <= _SPIN_SECONDS:
-            return self._with_mail(super().select(timeout))
+        if timeout is not None and timeout <= 0:
+            return self._with_mail(super().select(0))
         begin = time.perf_counter()
         if self._spins:
             end = begin + _SPIN_SECONDS

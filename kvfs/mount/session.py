@@ -178,9 +178,12 @@ class Session:
 
     def _answer(self, unique: int, name: str, value: Any, error: Exception | None) -> None:
         if error is None:
-            self._send(unique, 0, b"" if value is None else value)
-        else:
-            self._send(unique, -errno_of(name, error), b"")
+            try:
+                self._send(unique, 0, b"" if value is None else value)
+                return
+            except Exception as fault:  # ours: it is no answer
+                error = fault
+        self._send(unique, -errno_of(name, error), b"")
 
     def _send(self, unique: int, error: int, payload: bytes | memoryview) -> None:
         try:

@@ -62,6 +62,15 @@ class Faulty:
     def open(self, call: Call, flags: int, kills_suid: bool) -> bytes:
         return protocol.opened(1, self.opened)
 
+    def listxattr(self, call: Call, size: int) -> Any:
+        return 5
+
+    def setattr(self, call: Call, changes: Any) -> Step[Any]:
+        gate: Completion[None] = Completion()
+        asyncio.get_running_loop().call_later(0.01, gate.finish)
+        yield from wait(gate)
+        return "no bytes"
+
     def getxattr(self, call: Call, name: bytes, size: int) -> bytes:
         self.asked_for.append(name)
         raise OSError(errno.ENODATA, "none")
@@ -167,6 +176,15 @@ def test_every_handler_that_raises_at_once_is_an_errno_too(point: Path) -> None:
         ):
             assert _errno(call) == errno.EIO
         assert os.stat(point / "fine").st_ino == 1004
+
+
+def test_what_is_no_answer_is_an_error_and_the_next_is_served(point: Path) -> None:
+    with served(Faulty(), point) as session:
+        for _ in range(3):
+            assert _errno(lambda: os.listxattr(point / "fine")) == errno.EIO
+            assert _errno(lambda: os.chmod(point / "fine", 0o600)) == errno.EIO
+        assert os.stat(point / "fine").st_ino == 1004
+        assert session.in_flight == 0
 
 
 def test_more_requests_than_are_taken_at_once_are_all_answered(point: Path) -> None:
