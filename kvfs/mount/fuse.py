@@ -60,8 +60,8 @@ class Filesystem:
     """Handles requests (kvfs.mount.protocol.OPERATIONS names the methods): each is a step, or
     answers at once; raises OSError.
 
-    `aside` runs what may wait for a request of ours in a thread of its own; `notify`, set once
-    there is a mount, tells the kernel something.
+    `aside` runs what may wait for a request of ours in a thread of its own. `mounted` is called
+    once the kernel can be told something.
     """
 
     def __init__(

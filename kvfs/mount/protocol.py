@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
+from functools import reduce
+from operator import or_
 from struct import Struct
 from typing import Any
 
@@ -95,7 +97,7 @@ UNANSWERED = frozenset({Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT})
 
 
 class Capability(IntFlag):
-    """What a filesystem may agree on with the kernel (FUSE_* of its INIT)."""
+    """What KVFS wants to agree on with the kernel (FUSE_* of its INIT)."""
 
     ASYNC_READ = 1 << 0
     ATOMIC_O_TRUNC = 1 << 3
@@ -110,19 +112,7 @@ class Capability(IntFlag):
     HANDLE_KILLPRIV_V2 = 1 << 28
 
 
-WANTED = (
-    Capability.ASYNC_READ
-    | Capability.ATOMIC_O_TRUNC
-    | Capability.EXPORT_SUPPORT
-    | Capability.BIG_WRITES
-    | Capability.AUTO_INVAL_DATA
-    | Capability.DO_READDIRPLUS
-    | Capability.READDIRPLUS_AUTO
-    | Capability.ASYNC_DIO
-    | Capability.PARALLEL_DIROPS
-    | Capability.MAX_PAGES
-    | Capability.HANDLE_KILLPRIV_V2
-)
+WANTED = reduce(or_, Capability)
 
 
 class Opened(IntFlag):
