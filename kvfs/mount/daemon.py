@@ -26,8 +26,9 @@ from kvfs.mount.attach import Connection, attach
 from kvfs.mount.backing import claimed
 from kvfs.mount.config import WARM_DIRECTORY, MountConfig
 from kvfs.mount.control import Mounted
+from kvfs.mount.executor import LoopExecutor, drive
 from kvfs.mount.fuse import Filesystem
-from kvfs.mount.loop import Loop, LoopExecutor, drive
+from kvfs.mount.loop import Loop
 from kvfs.mount.memory import warm_limit
 from kvfs.mount.mounts import find_mount
 from kvfs.mount.session import Session

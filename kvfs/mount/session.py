@@ -20,7 +20,7 @@ from kvfs.engine.buffers import BufferPool
 from kvfs.engine.io import DeadlineExceeded
 from kvfs.mount import protocol
 from kvfs.mount.attach import Connection, detach
-from kvfs.mount.loop import start
+from kvfs.mount.executor import start
 from kvfs.mount.protocol import ANSWER, HEAD_SIZE, OPERATIONS, REQUEST, Call, Opcode
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import pytest
 
 from kvfs.engine.io import Completion, DeadlineExceeded, Step, wait
-from kvfs.mount.loop import Loop, LoopExecutor, drive
+from kvfs.mount.executor import LoopExecutor, drive
+from kvfs.mount.loop import Loop
 from kvfs.mount.session import errno_of
 
 T = TypeVar("T")

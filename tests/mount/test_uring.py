@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from kvfs.engine.buffers import aligned
 from kvfs.engine.device import FileDevice, create_image
 from kvfs.engine.io import Read, Step, Urgency, wait
-from kvfs.mount import loop as loops
-from kvfs.mount.loop import Loop, LoopExecutor, drive
+from kvfs.mount import executor as executors
+from kvfs.mount.executor import LoopExecutor, drive
+from kvfs.mount.loop import Loop
 from kvfs.mount.uring import Ring, open_ring
 
 T = TypeVar("T")
@@ -191,7 +192,7 @@ def test_guesses_leave_the_ring_to_who_waits(
 def test_without_a_ring_threads_read(
     loop: Loop, device: FileDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loops, "open_ring", lambda: None)
+    monkeypatch.setattr(executors, "open_ring", lambda: None)
     buffer = aligned(BLOCK)
     read = Read(device, 0, [buffer], lambda: bytes(buffer), True)
     assert run(loop, wait(LoopExecutor(loop, 2).submit(read))) == CONTENT[:BLOCK]
