@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(ROOT.glob("docs/*.md"))
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-# A fault that KVFS has too: it says what it costs instead.
+_COMMAND = re.compile(r"`(?:make|python|kvfs) |`tests/")
+_LAST_HEADS = ("shown by", "shown by, or why not", "shown at length by")
 
 
 def rows(document: str) -> Iterator[list[str]]:
@@ -20,7 +21,7 @@ def rows(document: str) -> Iterator[list[str]]:
     for line in (ROOT / "docs" / document).read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         is_row = line.startswith("|") and not set(line) <= set("|- ")
-        if is_row and cells[-1] not in ("shown by", "shown by, or why not"):
+        if is_row and cells[-1] not in _LAST_HEADS:
             yield cells
 
 
@@ -43,3 +44,10 @@ def test_every_fault_is_there_once_with_a_test() -> None:
     faults = {int(cells[0]): cells[-1] for cells in rows("faults.md")}
     assert list(faults) == list(range(1, 45))
     assert all(_TEST.search(shown) for shown in faults.values())
+
+
+def test_every_promise_names_a_test_and_a_command() -> None:
+    for cells in rows("promises.md"):
+        assert len(cells) == 3, cells
+        assert _TEST.search(cells[1]), cells[0]
+        assert _COMMAND.search(cells[2]), cells[0]
