@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 BLOCK = 4096
 SUPERBLOCK_ADDRESSES = (0, 512 * 1024)
 DATA_START = 1024 * 1024
@@ -34,6 +34,11 @@ NO_SEGMENT = 0xFFFF_FFFF
 ROOT_INODE = 1
 FIRST_FREE_ID = 16
 OPLOG_HOME_MAX = 512
+SECRET_SIZE = 32  # of every key
+NONCE_SIZE, TAG_SIZE = 12, 16
+SEAL_OVERHEAD = NONCE_SIZE + TAG_SIZE  # what encryption adds
+HASH_KEY_SIZE = 16
+SEALED_KEYS_SIZE = HASH_KEY_SIZE + 3 * SECRET_SIZE + SEAL_OVERHEAD
 
 
 class FormatError(Exception):
@@ -71,6 +76,22 @@ def round_up(size: int, to: int = BLOCK) -> int:
 
 class SuperblockFlag(IntFlag):
     CLEAN = 1
+
+
+class Feature(IntFlag):
+    """What a ring has that a reader must know of, or refuse it."""
+
+    NONE = 0
+    ENCRYPTED = 1
+
+
+_KNOWN_FEATURES = sum(Feature)
+
+
+class Cipher(IntEnum):
+    NONE = 0
+    AES_256_GCM = 1
+    CHACHA20_POLY1305 = 2
 
 
 _POINTER = struct.Struct("<QIIB3xQ")
@@ -134,7 +155,8 @@ class Superblock:
     `id_floor`: no inode or extent id at or above it was ever handed out.
     `oplog_home`: where the operation log of this mount lies, as its buffer names it.
     `epoch_start`: frames with this sequence or a later one are of `epoch` or a later one.
-    `key_table` and `epoch_key` are reserved for encryption at rest.
+    Of an encrypted ring: `key_tables` is the checkpoint's key table, twice, and `sealed_keys`
+    what opens it, under the master key.
     """
 
     uuid: bytes
@@ -153,12 +175,15 @@ class Superblock:
     operation: int
     checkpoint: Pointer
     replay: Position
-    features: int = 0
-    key_table: Pointer = NOWHERE
-    epoch_key: bytes = bytes(32)
+    features: Feature = Feature.NONE
+    cipher: Cipher = Cipher.NONE
+    key_tables: tuple[Pointer, Pointer] = (NOWHERE, NOWHERE)
+    sealed_keys: bytes = bytes(SEALED_KEYS_SIZE)
 
     MAGIC: ClassVar[bytes] = b"KVFSRING"
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<8sIIQ16sQQQQQIIQQ16s16s512sIIQ28s32s28s32s")
+    STRUCT: ClassVar[struct.Struct] = struct.Struct(
+        f"<8sIIQ16sQQQQQIIQQ16s16s512sIIQ28s32sB3x28s28s{SEALED_KEYS_SIZE}s"
+    )
 
     def pack(self) -> bytes:
         body = self.STRUCT.pack(
@@ -184,8 +209,9 @@ class Superblock:
             self.operation,
             self.checkpoint.pack(),
             self.replay.pack(),
-            self.key_table.pack(),
-            self.epoch_key,
+            self.cipher,
+            *(pointer.pack() for pointer in self.key_tables),
+            self.sealed_keys,
         )
         body = body.ljust(BLOCK - 8, b"\0")
         return body + checksum(body).to_bytes(8, "little")
@@ -201,13 +227,15 @@ class Superblock:
         (
             _, version, block, features, uuid, generation, epoch, epoch_start, created_ns,
             device_size, segment_size, segment_count, data_start, id_floor, hash_key,
-            oplog_token, oplog_home, flags, _, operation, checkpoint, replay, key_table,
-            epoch_key,
+            oplog_token, oplog_home, flags, _, operation, checkpoint, replay, cipher, key_table,
+            key_table_again, sealed_keys,
         ) = cls.STRUCT.unpack_from(data)  # fmt: skip
         if version != FORMAT_VERSION or block != BLOCK or data_start != DATA_START:
             raise UnknownFormatError(f"format version {version} is unknown to this release")
-        if features:
+        if features & ~_KNOWN_FEATURES:
             raise UnknownFormatError(f"feature bits {features:#x} are unknown to this release")
+        if cipher not in set(Cipher):
+            raise UnknownFormatError(f"cipher {cipher} is unknown to this release")
         return cls(
             uuid=uuid,
             generation=generation,
@@ -225,9 +253,10 @@ class Superblock:
             operation=operation,
             checkpoint=Pointer.unpack(checkpoint),
             replay=Position.unpack(replay),
-            features=features,
-            key_table=Pointer.unpack(key_table),
-            epoch_key=epoch_key,
+            features=Feature(features),
+            cipher=Cipher(cipher),
+            key_tables=(Pointer.unpack(key_table), Pointer.unpack(key_table_again)),
+            sealed_keys=sealed_keys,
         )
 
     def next(self, **changes: object) -> Superblock:
@@ -324,6 +353,7 @@ class RecordKind(IntEnum):
     NODE = 2
     BITMAP = 3
     CHECKPOINT = 4
+    KEYS = 5
 
 
 @dataclass(slots=True)
@@ -331,7 +361,8 @@ class RecordHeader:
     """Names one payload of a frame.
 
     `offset` and `size` are bytes of the file (for DATA), `stored` the bytes in the
-    ring, `payload` where they begin in the frame. `cipher` and `key_id` are reserved.
+    ring, `payload` where they begin in the frame. `key_id` is the inode whose key they are
+    encrypted under, if `cipher` says that they are.
     """
 
     kind: int
@@ -348,13 +379,13 @@ class RecordHeader:
     cipher: int = 0
     key_id: int = 0
 
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<BBBB I QQQQ III4x Q")
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<BBBB4x QQQQQ III4x Q")
     SIZE: ClassVar[int] = STRUCT.size
 
     def pack(self) -> bytes:
         return self.STRUCT.pack(
-            self.kind, self.codec, self.item_size, self.cipher, self.key_id,
-            self.session_id, self.object_id, self.extent_id, self.offset,
+            self.kind, self.codec, self.item_size, self.cipher,
+            self.session_id, self.object_id, self.extent_id, self.key_id, self.offset,
             self.size, self.stored, self.payload, self.checksum,
         )  # fmt: skip
 
@@ -362,7 +393,7 @@ class RecordHeader:
     def unpack_from(cls, data: bytes | memoryview, at: int) -> RecordHeader:
         """Raises FormatError when the bytes end before it does."""
         (
-            kind, codec, item_size, cipher, key_id, session_id, object_id, extent_id, offset,
+            kind, codec, item_size, cipher, session_id, object_id, extent_id, key_id, offset,
             size, stored, payload, check,
         ) = _fields(cls.STRUCT, data[at : at + cls.SIZE])  # fmt: skip
         return cls(
@@ -387,13 +418,14 @@ class ItemKind(IntEnum):
     SUMMARY = 10
     UNIT = 11
     LOG = 12
+    KEY = 13
 
 
 KEY = struct.Struct(">BQBQ")
 KIND_BYTE = 9
 KEY_END = b"\xff" * KEY.size
 TABLE_COUNTS, TABLE_INODES, TABLE_ORPHANS, TABLE_EXTENTS, TABLE_SUMMARIES = 0, 1, 2, 3, 4
-TABLE_UNITS, TABLE_LOG = 5, 6
+TABLE_UNITS, TABLE_LOG, TABLE_KEYS = 5, 6, 7
 _ITEM_HEAD = struct.Struct("<18sI")
 _TOMBSTONE = 0xFFFF_FFFF
 Item = tuple[bytes, "bytes | None"]
@@ -463,6 +495,11 @@ def unit_key(ino: int) -> bytes:
 
 def log_key(number: int) -> bytes:
     return KEY.pack(TABLE_LOG, number, ItemKind.LOG, 0)
+
+
+def secret_key(ino: int) -> bytes:
+    """The key of an inode, encrypted: for the key table, not for the index."""
+    return KEY.pack(TABLE_KEYS, ino, ItemKind.KEY, 0)
 
 
 def key_slot(key: bytes) -> int:
@@ -585,7 +622,8 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A run of file bytes stored as one checked unit. Lengths are in bytes."""
+    """A run of file bytes stored as one checked unit. Lengths are in bytes. `key_id` is the
+    inode that wrote it, whose key it is encrypted under, if `cipher` says that it is."""
 
     extent_id: int
     address: int
@@ -597,7 +635,7 @@ class Extent:
     cipher: int = 0
     key_id: int = 0
 
-    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QIIBBBxIQ")
+    STRUCT: ClassVar[struct.Struct] = struct.Struct("<QIIBBBxQQ")
 
     def pack(self) -> bytes:
         return self.STRUCT.pack(
@@ -610,6 +648,11 @@ class Extent:
         """Raises FormatError on a wrong length."""
         address, stored, size, codec, item_size, cipher, key_id, check = _fields(cls.STRUCT, value)
         return cls(extent_id, address, stored, size, codec, item_size, check, cipher, key_id)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether its stored bytes are those of the file."""
+        return not self.codec and not self.cipher
 
     @property
     def blocks_end(self) -> int:
@@ -690,6 +733,59 @@ class Unit:
     def unpack(cls, value: bytes) -> Unit:
         """Raises FormatError on a wrong length."""
         return cls(*_fields(cls.STRUCT, value))
+
+
+# -- the key table of an encrypted ring -------------------------------------------
+
+
+class KeyEntry(NamedTuple):
+    """The key of an inode: how many live extents are encrypted under it, and whether the
+    inode is still there."""
+
+    ino: int
+    extents: int
+    has_inode: bool
+    secret: bytes
+
+
+KEY_ENTRY = struct.Struct(f"<QI?{SECRET_SIZE}s")
+
+
+def pack_key_entries(entries: list[KeyEntry]) -> bytes:
+    return b"".join(KEY_ENTRY.pack(*entry) for entry in entries)
+
+
+def unpack_key_entries(data: bytes) -> list[KeyEntry]:
+    """Raises FormatError on a wrong length."""
+    if len(data) % KEY_ENTRY.size:
+        raise FormatError("a part of the key table is cut")
+    return [KeyEntry(*fields) for fields in KEY_ENTRY.iter_unpack(data)]
+
+
+class KeyPart(NamedTuple):
+    """A part of the key table: where it lies, twice, and the key that it is under."""
+
+    places: tuple[Pointer, Pointer]
+    secret: bytes
+
+
+_KEY_PART = struct.Struct(f"<{_POINTER.size}s{_POINTER.size}s{SECRET_SIZE}s")
+
+
+def pack_key_parts(parts: list[KeyPart]) -> bytes:
+    return b"".join(
+        _KEY_PART.pack(*(place.pack() for place in part.places), part.secret) for part in parts
+    )
+
+
+def unpack_key_parts(data: bytes) -> list[KeyPart]:
+    """Raises FormatError on a wrong length."""
+    if len(data) % _KEY_PART.size:
+        raise FormatError("the root of the key table is cut")
+    return [
+        KeyPart((Pointer.unpack(first), Pointer.unpack(second)), secret)
+        for first, second, secret in _KEY_PART.iter_unpack(data)
+    ]
 
 
 # -- checkpoints: nodes of B-trees, the bitmap of live blocks, and what points to them

@@ -20,9 +20,12 @@ from kvfs.engine.format import (
     KVMAP_LAYOUT_AT,
     KVMAP_TABLES_MAX,
     NAME_COLLISIONS_MAX,
+    SEALED_KEYS_SIZE,
     SUPERBLOCK_ADDRESSES,
+    Cipher,
     Dentry,
     Extent,
+    Feature,
     FormatError,
     FrameFlag,
     FrameHeader,
@@ -76,8 +79,10 @@ SUPERBLOCKS = st.builds(
     operation=U64,
     checkpoint=POINTERS,
     replay=POSITIONS,
-    key_table=POINTERS,
-    epoch_key=st.binary(min_size=32, max_size=32),
+    features=st.sampled_from([Feature.NONE, Feature.ENCRYPTED]),
+    cipher=st.sampled_from(list(Cipher)),
+    key_tables=st.tuples(POINTERS, POINTERS),
+    sealed_keys=st.binary(min_size=SEALED_KEYS_SIZE, max_size=SEALED_KEYS_SIZE),
 )
 FRAME_HEADERS = st.builds(
     FrameHeader,
@@ -110,12 +115,12 @@ RECORDS = st.builds(
     payload=U32,
     checksum=U64,
     cipher=U8,
-    key_id=U32,
+    key_id=U64,
 )
 INODES = st.builds(
     Inode, U64, U32, U32, U32, U32, U64, U64, U64, I64, I64, I64, I64, U64, st.binary(max_size=255)
 )
-EXTENTS = st.builds(Extent, U64, U64, U32, U32, U8, U8, U64, U8, U32)
+EXTENTS = st.builds(Extent, U64, U64, U32, U32, U8, U8, U64, U8, U64)
 SLICES = st.builds(Slice, U64, U32, U64, U32)
 CHUNK_HEADERS = st.builds(OplogChunkHeader, BYTES_16, BYTES_16, U64)
 ITEMS = st.lists(
