@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.mounter import Mounter
 
+pytest_plugins = ["tests.support.encrypted"]
 MounterMaker = Callable[..., Mounter]
 
 

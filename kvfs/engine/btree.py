@@ -24,6 +24,7 @@ from kvfs.engine.format import (
 from kvfs.engine.io import Completion, Step, wait
 from kvfs.engine.metadata import EncodedRecord
 from kvfs.engine.nodecache import NodeCache
+from kvfs.engine.vault import Vault
 
 NODE_SIZE = 16 * 1024  # packed, before compression
 _NODE_MIN = NODE_SIZE // 4
@@ -122,7 +123,7 @@ class Rewrite:
         entries = yield from self._replace(top, level, [changes])
         while len(entries) > 1:
             level += 1
-            entries = yield from self._store(cut(level, entries))
+            entries = yield from self._store(cut(level, entries, self.nodes.vault))
         return Pointer.unpack(entries[0][1]) if entries else Pointer()
 
     def _replace(
@@ -135,12 +136,13 @@ class Rewrite:
             old.append((yield from self.nodes.load(place)))
         self.replaced += places
         if level == 0:
-            drafts = yield from wait(self.submit(partial(_changed_leaves, old, parts)))
+            work = partial(_changed_leaves, old, parts, self.nodes.vault)
+            drafts = yield from wait(self.submit(work))
         else:
             entries = []
             for node, part in zip(old, parts, strict=True):
                 entries += yield from self._children(node, part)
-            drafts = cut(level, entries)
+            drafts = cut(level, entries, self.nodes.vault)
         return (yield from self._store(drafts))
 
     def _children(self, node: TreeNode, changes: list[Change]) -> Step[list[Entry]]:
@@ -213,14 +215,14 @@ def _entries(node: TreeNode, start: int, end: int) -> list[Entry]:
     return [(node.key(number), node.value(number)) for number in range(start, end)]
 
 
-def _changed_leaves(old: list[TreeNode], parts: list[list[Change]]) -> list[Draft]:
+def _changed_leaves(old: list[TreeNode], parts: list[list[Change]], vault: Vault) -> list[Draft]:
     """Runs in a thread."""
     if not old:
-        return cut(0, _merged([], parts[0]))
+        return cut(0, _merged([], parts[0]), vault)
     items: list[Entry] = []
     for node, part in zip(old, parts, strict=True):
         items += _merged(node.items(), part)
-    return cut(0, items)
+    return cut(0, items, vault)
 
 
 def _merged(items: list[Entry], changes: list[Change]) -> list[Entry]:
@@ -235,23 +237,24 @@ def _merged(items: list[Entry], changes: list[Change]) -> list[Entry]:
     return sorted(merged.items())
 
 
-def cut(level: int, items: list[Entry]) -> list[Draft]:
+def cut(level: int, items: list[Entry], vault: Vault) -> list[Draft]:
     """Full nodes, but for the last two: keys mostly grow, so what is full stays so."""
+    overhead = NODE_ITEM_OVERHEAD + (vault.overhead if level == 0 else 0)
     drafts: list[Draft] = []
     group: list[Entry] = []
     size = 0
-    left = sum(NODE_ITEM_OVERHEAD + len(value) for _, value in items)
+    left = sum(overhead + len(value) for _, value in items)
     target = _target(left)
     for item in items:
-        taken = NODE_ITEM_OVERHEAD + len(item[1])
+        taken = overhead + len(item[1])
         if group and size + taken > target:
-            drafts.append(_draft(level, group))
+            drafts.append(_draft(level, group, vault))
             left -= size
             group, size, target = [], 0, _target(left)
         group.append(item)
         size += taken
     if group:
-        drafts.append(_draft(level, group))
+        drafts.append(_draft(level, group, vault))
     return drafts
 
 
@@ -259,6 +262,9 @@ def _target(left: int) -> int:
     return left - _NODE_MIN if NODE_SIZE < left < NODE_SIZE + _NODE_MIN else NODE_SIZE
 
 
-def _draft(level: int, items: list[Entry]) -> Draft:
+def _draft(level: int, items: list[Entry], vault: Vault) -> Draft:
     body = TreeNode.pack(level, items)
-    return Draft(items[0][0], TreeNode(body), metadata.encode(RecordKind.NODE, body))
+    stored = body
+    if vault.is_on and level == 0:
+        stored = TreeNode.pack(0, [(key, value or b"") for key, value in vault.sealed([*items])])
+    return Draft(items[0][0], TreeNode(body), metadata.encode(RecordKind.NODE, stored))

@@ -17,6 +17,8 @@ from enum import IntEnum, IntFlag
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 FORMAT_VERSION = 3
@@ -738,28 +740,21 @@ class Unit:
 # -- the key table of an encrypted ring -------------------------------------------
 
 
-class KeyEntry(NamedTuple):
-    """The key of an inode: how many live extents are encrypted under it, and whether the
-    inode is still there."""
-
-    ino: int
-    extents: int
-    has_inode: bool
-    secret: bytes
+# The key of an inode, how many live extents are encrypted under it, and whether the inode is
+# still there. A part of the table is an array of these, by inode.
+KEY_ENTRY = np.dtype(
+    [("ino", "<u8"), ("extents", "<u4"), ("has_inode", "u1"), ("secret", f"V{SECRET_SIZE}")]
+)
 
 
-KEY_ENTRY = struct.Struct(f"<QI?{SECRET_SIZE}s")
-
-
-def pack_key_entries(entries: list[KeyEntry]) -> bytes:
-    return b"".join(KEY_ENTRY.pack(*entry) for entry in entries)
-
-
-def unpack_key_entries(data: bytes) -> list[KeyEntry]:
-    """Raises FormatError on a wrong length."""
-    if len(data) % KEY_ENTRY.size:
+def unpack_key_entries(data: bytes) -> npt.NDArray[np.void]:
+    """Raises FormatError when they are cut or not in order."""
+    if len(data) % KEY_ENTRY.itemsize:
         raise FormatError("a part of the key table is cut")
-    return [KeyEntry(*fields) for fields in KEY_ENTRY.iter_unpack(data)]
+    entries = np.frombuffer(data, KEY_ENTRY).copy()
+    if np.any(entries["ino"][:-1] >= entries["ino"][1:]):
+        raise FormatError("a part of the key table is not in order")
+    return entries
 
 
 class KeyPart(NamedTuple):
@@ -770,6 +765,9 @@ class KeyPart(NamedTuple):
 
 
 _KEY_PART = struct.Struct(f"<{_POINTER.size}s{_POINTER.size}s{SECRET_SIZE}s")
+
+
+KEY_PART_SIZE = _KEY_PART.size
 
 
 def pack_key_parts(parts: list[KeyPart]) -> bytes:

@@ -16,7 +16,7 @@ from operator import itemgetter
 
 from sortedcontainers import SortedDict
 
-from kvfs.engine import btree
+from kvfs.engine import btree, keytable
 from kvfs.engine.btree import NODE_SIZE, Change, Rewrite
 from kvfs.engine.format import (
     ITEM_OVERHEAD,
@@ -33,6 +33,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.io import Step
 from kvfs.engine.nodecache import NodeCache
+from kvfs.engine.vault import Vault
 
 
 @dataclass(slots=True)
@@ -50,6 +51,10 @@ class Index:
     _moved_bytes: int = 0
     _recent_bytes: int = 0
     _pending_bytes: int = 0
+
+    @property
+    def vault(self) -> Vault:
+        return self.nodes.vault
 
     # -- looking
 
@@ -188,8 +193,10 @@ class Index:
         change rewrites a leaf at most, and all changes together at most all nodes."""
         touched = self._rewritten_by(self.changes) + self._moved_bytes
         rewritten = min(touched, self.checkpoint.node_bytes)
-        added = self._recent_bytes + self._pending_bytes + self.changes * ITEM_OVERHEAD
-        return (rewritten + added) * 5 // 4 + 4 * round_up(NODE_SIZE)
+        overhead = ITEM_OVERHEAD + self.vault.overhead
+        added = self._recent_bytes + self._pending_bytes + self.changes * overhead
+        nodes = (rewritten + added) * 5 // 4 + 4 * round_up(NODE_SIZE)
+        return nodes + keytable.size_max(self.vault)
 
     def grows_by(self, changes: int) -> int:
         """What so many changes may add to the next checkpoint, without their own bytes."""

@@ -67,6 +67,8 @@ def apply_unit(
     for extent in extents:
         ring.liveness.mark(extent.address, extent.stored)
         index.apply([(extent_key(extent.extent_id), extent.pack())])
+    if index.vault.is_on:
+        index.vault.keys.apply(extents, items, dead)
     index.apply([item for item in items if item[0][0] != TABLE_SUMMARIES])
 
 
@@ -146,7 +148,8 @@ def _redo(index: Index, ring: Ring, unit: list[Frame]) -> Step[None]:
         for record in frame.records
         if record.kind == RecordKind.DATA
     ]
-    items = [item for frame in unit for item in frame.items]
+    stored = index.vault.learn([item for frame in unit for item in frame.items])
+    items = index.vault.opened(stored)
     dead = yield from _dead_by(index, extents, items)
     apply_unit(index, ring, extents, items, dead)
 

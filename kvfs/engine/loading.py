@@ -10,10 +10,12 @@ from kvfs.engine.device import Device, DeviceError
 from kvfs.engine.format import EXTENT_SIZE_MAX, FormatError, Superblock
 from kvfs.engine.index import Index
 from kvfs.engine.io import InlineExecutor, run
+from kvfs.engine.keytable import read_table
 from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.ring import Geometry, Ring
 from kvfs.engine.state import State
 from kvfs.engine.superblocks import Superblocks
+from kvfs.engine.vault import Vault
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +37,23 @@ class Loaded:
 
 
 def load_newest(
-    device: Device, name: str, superblocks: Superblocks, index_cache_size: int, nodes_max: int
+    device: Device,
+    name: str,
+    superblocks: Superblocks,
+    index_cache_size: int,
+    nodes_max: int,
+    key: bytes | None,
 ) -> Loaded:
     """From the newest checkpoint that can be read. Waits in place. `index_cache_size`, in
-    bytes, and `nodes_max` are what of the index and of inodes stays in memory. Raises
-    DeviceError."""
+    bytes, and `nodes_max` are what of the index and of inodes stays in memory; `key` is that of
+    an encrypted ring. Raises DeviceError."""
     reasons = []
+    unlocked = Vault.unlock(superblocks.newest, key, name)
     for start in superblocks.starting_points():
         try:
+            vault = unlocked.at(start)
             durable = superblocks.newest.durable
-            loaded = _load(device, name, start, durable, index_cache_size, nodes_max)
+            loaded = _load(device, name, start, durable, index_cache_size, nodes_max, vault)
             if loaded.ring.position.sequence < superblocks.newest.replay.sequence:
                 raise FormatError("the log does not lead to the newest checkpoint")
         except (FormatError, OSError) as fault:
@@ -65,16 +74,21 @@ def _load(
     durable: int,
     index_cache_size: int,
     nodes_max: int,
+    vault: Vault,
 ) -> Loaded:
     """Raises FormatError when the checkpoint is not what was written, OSError."""
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
     ring = Ring(geometry, superblock.uuid, superblock.epoch, superblock.replay)
     checkpoint = journal.read_checkpoint(device, superblock.checkpoint, ring)
+    read_table(device, superblock, vault)
     # While the store is opened, reads wait in place.
-    index = Index(NodeCache(device, InlineExecutor(), ring, index_cache_size), checkpoint)
+    nodes = NodeCache(device, InlineExecutor(), ring, index_cache_size, vault)
+    index = Index(nodes, checkpoint)
     replayed = journal.replay(device, ring, index, superblock, durable)
-    extent_max = min(EXTENT_SIZE_MAX, superblock.segment_size // _FRACTION_OF_SEGMENT)
-    state = State(index, superblock.hash_key, extent_max, nodes_max)
+    # Encrypted it is a little longer, and is still read into one buffer.
+    limit = EXTENT_SIZE_MAX // 2 if vault.is_on else EXTENT_SIZE_MAX
+    extent_max = min(limit, superblock.segment_size // _FRACTION_OF_SEGMENT)
+    state = State(index, vault.hash_key, extent_max, nodes_max)
     run(state.load_counts())
     damage = replayed.damage and (
         f"{name} is damaged: {replayed.damage}; mounted read-only; unmount it, then repair it "

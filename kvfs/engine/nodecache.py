@@ -17,6 +17,7 @@ from kvfs.engine.device import Device
 from kvfs.engine.format import FormatError, Pointer, TreeNode, round_up
 from kvfs.engine.io import Completion, Executor, Read, Step, wait
 from kvfs.engine.ring import Ring
+from kvfs.engine.vault import Vault
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class NodeCache:
     executor: Executor
     ring: Ring
     size: int
+    vault: Vault = field(default_factory=lambda: Vault(b""))
     held: int = 0
     _nodes: OrderedDict[Pointer, TreeNode] = field(default_factory=OrderedDict)
     _loading: dict[Pointer, Completion[TreeNode]] = field(default_factory=dict)
@@ -75,7 +77,7 @@ class NodeCache:
     def _start(self, pointer: Pointer) -> Completion[TreeNode]:
         self.ring.pin(pointer.address)
         blocks = aligned(round_up(pointer.stored))
-        decode = partial(_decode, pointer, blocks)
+        decode = partial(_decode, pointer, blocks, self.vault)
         return self.executor.submit(
             Read(self.device, pointer.address, [blocks], decode, is_quick=True)
         )
@@ -93,8 +95,17 @@ def _taken(node: TreeNode) -> int:
     return len(node) + _NODE_OVERHEAD
 
 
-def _decode(pointer: Pointer, blocks: memoryview) -> TreeNode:
+def _decode(pointer: Pointer, blocks: memoryview, vault: Vault) -> TreeNode:
     try:
-        return TreeNode(metadata.decode(pointer, blocks))
+        return opened(TreeNode(metadata.decode(pointer, blocks)), vault)
     except FormatError as fault:
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(fault)) from None
+
+
+def opened(node: TreeNode, vault: Vault) -> TreeNode:
+    """A node as it is in memory. Raises FormatError."""
+    if node.level or not vault.is_on:
+        return node
+    # A leaf has no tombstones.
+    items = [(key, value or b"") for key, value in vault.opened([*node.items()])]
+    return TreeNode(TreeNode.pack(0, items))

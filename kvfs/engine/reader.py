@@ -19,12 +19,12 @@ from itertools import islice
 from kvfs.engine import codec
 from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.buffers import BufferPool, is_aligned
-from kvfs.engine.codec import Codec
 from kvfs.engine.device import Device
 from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
 from kvfs.engine.io import Completion, Executor, Read, Urgency
 from kvfs.engine.latency import Latencies
 from kvfs.engine.ring import Ring
+from kvfs.engine.vault import Vault
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Target:
     def is_in_place(self) -> bool:
         """Whether its stored bytes are what is to lie there, and direct I/O can take it."""
         extent, memory = self.extent, self.memory
-        is_raw = extent.codec == Codec.NONE and len(memory) == round_up(extent.stored)
+        is_raw = extent.is_raw and len(memory) == round_up(extent.stored)
         return is_raw and is_aligned(memory)
 
 
@@ -76,9 +76,16 @@ class ExtentReader:
     a reader."""
 
     def __init__(
-        self, device: Device, executor: Executor, ring: Ring, buffer: Buffer, cache_size: int
+        self,
+        device: Device,
+        executor: Executor,
+        ring: Ring,
+        buffer: Buffer,
+        cache_size: int,
+        vault: Vault,
     ) -> None:
         self._buffer = buffer
+        self._vault = vault
         self._device = device
         self._ring = ring
         self._executor = executor
@@ -128,7 +135,8 @@ class ExtentReader:
         address = targets[0].extent.address
         self._ring.pin(address)
         in_place = all(target.memory is at for target, at in zip(targets, buffers, strict=True))
-        read = Read(self._device, address, buffers, _ReadInto(targets, buffers), in_place)
+        use = _ReadInto(targets, buffers, self._vault)
+        read = Read(self._device, address, buffers, use, in_place)
         reading = self._executor.submit(read, urgency)
 
         def finished() -> None:
@@ -184,14 +192,15 @@ class ExtentReader:
 
     def _start(self, extents: list[Extent]) -> Chunk:
         self._make_room()
-        raw = all(extent.codec == Codec.NONE for extent in extents)
+        raw = all(extent.is_raw for extent in extents)
         buffer = self._buffer_for(extents)
         scratch = None if raw else self._buffer_for(extents)
         chunk = Chunk(extents, Completion(), buffer)
         into = buffer if scratch is None else scratch
         first, end = extents[0].address, extents[-1].blocks_end
         self._ring.pin(first)
-        read = Read(self._device, first, [into[: end - first]], _ReadChunk(chunk, into), raw)
+        use = _ReadChunk(chunk, into, self._vault)
+        read = Read(self._device, first, [into[: end - first]], use, raw)
         chunk.read = self._executor.submit(read)
         self.asked_for += extents[-1].blocks_end - extents[0].address
         chunk.users += 1
@@ -254,16 +263,19 @@ class _ReadChunk:
 
     chunk: Chunk
     into: memoryview
+    vault: Vault
 
     def __call__(self) -> None:
-        chunk = self.chunk
+        chunk, vault = self.chunk, self.vault
         decoded_at = 0
         for extent, start, stored in _stored(chunk.extents, self.into):
             if stored is None:
                 chunk.bad.add(extent.extent_id)
             elif self.into is chunk.buffer:
                 chunk.starts[extent.extent_id] = start
-            elif _decoded(extent, stored, chunk.buffer[decoded_at : decoded_at + extent.size]):
+            elif _decoded(
+                extent, stored, chunk.buffer[decoded_at : decoded_at + extent.size], vault
+            ):
                 chunk.starts[extent.extent_id] = decoded_at
                 decoded_at += extent.size
             else:
@@ -277,6 +289,7 @@ class _ReadInto:
 
     targets: list[Target]
     buffers: list[memoryview]
+    vault: Vault
 
     def __call__(self) -> list[Extent]:
         arrived = zip(self.targets, self.buffers, strict=True)
@@ -287,7 +300,8 @@ class _ReadInto:
         stored = buffer[: extent.stored]
         if checksum(stored) != extent.checksum:
             return False
-        return buffer is target.memory or _decoded(extent, stored, target.memory[: extent.size])
+        out = target.memory[: extent.size]
+        return buffer is target.memory or _decoded(extent, stored, out, self.vault)
 
 
 def _stored(
@@ -302,9 +316,12 @@ def _stored(
         yield extent, start, stored if checksum(stored) == extent.checksum else None
 
 
-def _decoded(extent: Extent, stored: memoryview, out: memoryview) -> bool:
+def _decoded(extent: Extent, stored: memoryview, out: memoryview, vault: Vault) -> bool:
     try:
-        codec.decode(extent.codec, extent.item_size, stored, out)
+        if extent.cipher:
+            stored = vault.open_extent(extent, stored, out)
+        if stored is not out:
+            codec.decode(extent.codec, extent.item_size, stored, out)
     except FormatError:
         return False
     return True

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from kvfs.engine import ops
-from kvfs.engine.format import BLOCK, ITEM_OVERHEAD, NO_SEGMENT, round_up
+from kvfs.engine.format import (
+    BLOCK,
+    EXTENT_SIZE_MIN,
+    ITEM_OVERHEAD,
+    NO_SEGMENT,
+    SEAL_OVERHEAD,
+    SECRET_SIZE,
+    round_up,
+)
 from kvfs.engine.index import Index
 from kvfs.engine.ring import Ring
 
@@ -33,7 +41,9 @@ def cost(op: ops.Operation) -> int:
     frees is not counted, nor what it adds to the next checkpoint."""
     match op:
         case ops.Write():
-            return _OPERATION_COST + round_up(op.length) + 2 * BLOCK
+            # Encrypted, each of its extents may take a block more.
+            extents = 2 + op.length // EXTENT_SIZE_MIN
+            return _OPERATION_COST + round_up(op.length) + extents * BLOCK
         case ops.SetXattr():
             return _OPERATION_COST + len(op.value)
         case ops.Create():
@@ -43,7 +53,9 @@ def cost(op: ops.Operation) -> int:
         case ops.Drop():
             return len(op.inos) * _OPERATION_COST
         case ops.Fork():
-            return _OPERATION_COST + op.items * ITEM_OVERHEAD + op.item_bytes
+            keys = op.serials * (ITEM_OVERHEAD + SECRET_SIZE + SEAL_OVERHEAD)
+            items = op.items * (ITEM_OVERHEAD + SEAL_OVERHEAD) + op.item_bytes
+            return _OPERATION_COST + items + keys
         case ops.Reclaim():
             return _OPERATION_COST + op.items * ITEM_OVERHEAD
     return _OPERATION_COST

@@ -122,7 +122,9 @@ class Store:
             superblock, loaded.operation, lambda inodes: None,
         )  # fmt: skip
         self._writer.counters.replayed_frames = loaded.frames
-        self._reader = ExtentReader(device, executor, loaded.ring, buffer, options.cache_size)
+        self._reader = ExtentReader(
+            device, executor, loaded.ring, buffer, options.cache_size, loaded.index.vault
+        )
         self._assembler = Assembler(self._reader)
         self._units = Units(loaded.index, loaded.state, lambda: self._space.total, options.policy)
         self._reclaimer = Reclaimer(
@@ -147,14 +149,18 @@ class Store:
         executor: Executor,
         buffer: Buffer,
         options: StoreOptions = StoreOptions(),
+        key: bytes | None = None,
     ) -> Store:
-        """Read the checkpoint, replay the ring and then the buffer. Waits in place.
+        """Read the checkpoint, replay the ring and then the buffer. Waits in place. `key` is
+        what the operator of an encrypted ring keeps.
 
         Raises DeviceError with what to do when the device cannot be trusted. When the
         log is damaged the store is read-only and `damage` says why.
         """
         superblocks = read_superblocks(device, name)
-        loaded = load_newest(device, name, superblocks, options.index_cache_size, options.nodes_max)
+        loaded = load_newest(
+            device, name, superblocks, options.index_cache_size, options.nodes_max, key
+        )
         store = cls(device, executor, buffer, options, loaded)
         _check_no_log_elsewhere(superblocks.newest, buffer, name)
         store._make_root()
@@ -687,7 +693,7 @@ class Store:
         due = now - writer.checkpoint_time > options.checkpoint_seconds
         long = written > options.checkpoint_bytes
         many = writer.index.changes > options.checkpoint_changes
-        if (due and written) or long or many or writer.ids_are_short:
+        if (due and written) or long or many or writer.ids_are_short or writer.is_to_erase:
             yield from writer.checkpoint()
         yield from self.drop_free()
         if now - self._booked > _BOOKED_SECONDS or self._units.to_book > _TO_BOOK_MAX:

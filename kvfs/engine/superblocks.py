@@ -12,10 +12,13 @@ from kvfs.engine.format import (
     BLOCK,
     DATA_START,
     FIRST_FREE_ID,
+    HASH_KEY_SIZE,
     SEGMENT_COUNT_MIN,
     SEGMENT_SIZE_MAX,
     SEGMENT_SIZE_MIN,
     SUPERBLOCK_ADDRESSES,
+    Cipher,
+    Feature,
     FormatError,
     Pointer,
     Position,
@@ -23,9 +26,24 @@ from kvfs.engine.format import (
     SuperblockFlag,
     UnknownFormatError,
 )
+from kvfs.engine.vault import Vault
 
 
-def format_device(device: Device, segment_size: int, *, uuid: bytes | None = None) -> Superblock:
+@dataclass(frozen=True, slots=True)
+class Encryption:
+    """How a ring is to be encrypted: under which cipher, and what the operator keeps."""
+
+    cipher: Cipher
+    key: bytes
+
+
+def format_device(
+    device: Device,
+    segment_size: int,
+    *,
+    uuid: bytes | None = None,
+    encryption: Encryption | None = None,
+) -> Superblock:
     """Write an empty ring. Raises DeviceError when the device is too small."""
     if not SEGMENT_SIZE_MIN <= segment_size <= SEGMENT_SIZE_MAX or segment_size % SEGMENT_SIZE_MIN:
         raise DeviceError("the segment size must be 1 MiB to 1 GiB, in whole MiB")
@@ -54,6 +72,15 @@ def format_device(device: Device, segment_size: int, *, uuid: bytes | None = Non
         checkpoint=Pointer(),
         replay=Position(segment=0, offset=0, next_segment=1, sequence=1, previous_checksum=0),
     )
+    if encryption is not None:
+        vault = Vault.new(encryption.cipher, encryption.key, superblock.uuid)
+        superblock = replace(
+            superblock,
+            features=Feature.ENCRYPTED,
+            cipher=encryption.cipher,
+            hash_key=bytes(HASH_KEY_SIZE),
+            sealed_keys=vault.sealed_keys(vault.turn),
+        )
     # Both slots, the older one first: one alone that gets lost must not lose the ring.
     for generation in (superblock, superblock.next()):
         write_superblock(device, generation)
@@ -84,6 +111,8 @@ class Superblocks:
                 checkpoint=block.checkpoint,
                 replay=block.replay,
                 operation=block.operation,
+                key_tables=block.key_tables,
+                sealed_keys=block.sealed_keys,
             )
             for block in self.valid
         ]

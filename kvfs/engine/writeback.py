@@ -17,6 +17,7 @@ from kvfs.engine.codec import AutoCodec, Codec
 from kvfs.engine.extents import NewExtent
 from kvfs.engine.format import (
     ITEM_OVERHEAD,
+    SEAL_OVERHEAD,
     Extent,
     Item,
     RecordHeader,
@@ -29,6 +30,7 @@ from kvfs.engine.io import Completion
 from kvfs.engine.journal import extent_of
 from kvfs.engine.ring import FRAME_SIZE_MAX, PlacedFrame, Ring, head_size
 from kvfs.engine.state import Sealed, State
+from kvfs.engine.vault import Vault
 
 BATCH_SIZE = 8 * 1024 * 1024
 BATCH_OPERATIONS = 4096
@@ -61,7 +63,7 @@ class Arena:
 
     @classmethod
     def for_extents(cls, extents: list[NewExtent], pool: BufferPool) -> Arena:
-        size = sum(round_up(extent.size) for extent in extents)
+        size = sum(round_up(extent.size + SEAL_OVERHEAD) for extent in extents)
         if size <= pool.size:
             return cls(pool.take(), pool)
         return cls(BufferPool(round_up(size), 0).take(), pool)
@@ -111,26 +113,34 @@ class EncodeBatch:
     extents: list[NewExtent]
     codecs: list[Codec]
     arena: memoryview
+    vault: Vault
+    secrets: list[bytes]
 
     @property
     def costs_nothing(self) -> bool:
         """Everything goes to the ring as it lies, and its checksums are known."""
-        return not any(self.codecs) and all(
-            len(extent.pieces) == 1
-            and extent.pieces[0].digest is not None
-            and is_aligned(extent.pieces[0].data)
-            for extent in self.extents
+        return (
+            not self.secrets
+            and not any(self.codecs)
+            and all(
+                len(extent.pieces) == 1
+                and extent.pieces[0].digest is not None
+                and is_aligned(extent.pieces[0].data)
+                for extent in self.extents
+            )
         )
 
     def __call__(self) -> Encoded:
         started = time.perf_counter()
         payloads = []
         at = encoded_bytes = encoded_into = 0
-        for extent, used in zip(self.extents, self.codecs, strict=True):
-            if used == Codec.NONE and all(is_aligned(piece.data) for piece in extent.pieces):
+        for number, (extent, used) in enumerate(zip(self.extents, self.codecs, strict=True)):
+            lies_well = all(is_aligned(piece.data) for piece in extent.pieces)
+            if used == Codec.NONE and lies_well and not self.secrets:
                 payloads.append(_as_it_lies(extent))
                 continue
-            payload = self._encode(extent, used, at)
+            secret = self.secrets[number] if self.secrets else None
+            payload = self._encode(extent, used, at, secret)
             payloads.append(payload)
             at += payload.size
             if used != Codec.NONE:
@@ -138,18 +148,22 @@ class EncodeBatch:
                 encoded_into += payload.size
         return Encoded(payloads, encoded_bytes, encoded_into, time.perf_counter() - started)
 
-    def _encode(self, extent: NewExtent, used: Codec, at: int) -> Payload:
+    def _encode(self, extent: NewExtent, used: Codec, at: int, secret: bytes | None) -> Payload:
         raw = self.arena[at : at + extent.size]
         _gather(extent.pieces, raw)
-        encoded = codec.encode(used, extent.layout, raw)
+        encoded: bytes | memoryview | None = codec.encode(used, extent.layout, raw)
         if encoded is None:
-            used, stored = Codec.NONE, extent.size
-        else:
-            stored = len(encoded)
-            self.arena[at : at + stored] = encoded
-        taken = round_up(stored)
-        self.arena[at + stored : at + taken] = bytes(taken - stored)
-        record = _record(extent, used, stored, checksum(self.arena[at : at + stored]))
+            used, encoded = Codec.NONE, raw
+        record = _record(extent, used, 0, 0)
+        if secret is not None:
+            record.cipher, record.key_id = self.vault.cipher, extent.ino
+            encoded = self.vault.seal_extent(record, secret, encoded)
+        record.stored = len(encoded)
+        if encoded is not raw:
+            self.arena[at : at + record.stored] = encoded
+        taken = round_up(record.stored)
+        self.arena[at + record.stored : at + taken] = bytes(taken - record.stored)
+        record.checksum = checksum(self.arena[at : at + record.stored])
         return Payload(record, [self.arena[at : at + taken]])
 
 
@@ -180,6 +194,7 @@ def start_encoding(
     batch: Batch,
     auto: AutoCodec,
     pool: BufferPool,
+    vault: Vault,
     submit: Callable[[EncodeBatch], Completion[Encoded]],
 ) -> None:
     """Have a batch encoded, unless that was already begun: in a thread, if that is worth
@@ -193,7 +208,8 @@ def start_encoding(
         codec.resolve(extent.choice, extent.layout, auto_compresses=auto_compresses)
         for extent in extents
     ]
-    work = EncodeBatch(extents, codecs, batch.arena.buffer)
+    secrets = [vault.keys.find_or_make(extent.ino) for extent in extents] if vault.is_on else []
+    work = EncodeBatch(extents, codecs, batch.arena.buffer, vault, secrets)
     if work.costs_nothing:
         batch.encoding = Completion()
         batch.encoding.finish(work())
@@ -201,11 +217,12 @@ def start_encoding(
         batch.encoding = submit(work)
 
 
-def place(batch: Batch, encoded: Encoded, ring: Ring, state: State) -> Placed:
+def place(batch: Batch, encoded: Encoded, ring: Ring, state: State, vault: Vault) -> Placed:
     """Give a batch its frames. Raises RingFull."""
     records = [payload.record for payload in encoded.payloads]
     items, changed = state.placed(batch.sealed, records)
-    frames = place_unit(ring, encoded.payloads, items, batch.operation)
+    stored = vault.with_secrets(items)
+    frames = place_unit(ring, encoded.payloads, stored, batch.operation)
     extents = [extent_of(frame.header, record) for frame, group in frames for record in group]
     return Placed([frame for frame, _ in frames], extents, items, changed)
 

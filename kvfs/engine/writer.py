@@ -17,7 +17,7 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from kvfs.engine import cleaner, journal, metadata
+from kvfs.engine import cleaner, journal, keytable, metadata
 from kvfs.engine.btree import Rewrite
 from kvfs.engine.buffer import Buffer
 from kvfs.engine.buffers import BufferPool
@@ -28,6 +28,7 @@ from kvfs.engine.format import (
     BLOCK,
     Checkpoint,
     FormatError,
+    KeyPart,
     Pointer,
     RecordKind,
     Superblock,
@@ -42,6 +43,7 @@ from kvfs.engine.ring import PlacedFrame, Ring
 from kvfs.engine.space import Purpose, Space
 from kvfs.engine.state import State
 from kvfs.engine.superblocks import write_superblock
+from kvfs.engine.vault import Turn
 from kvfs.engine.writeback import (
     BATCH_OPERATIONS,
     BATCH_SIZE,
@@ -65,6 +67,7 @@ _WORTH_CLEANING = 97  # percent of a segment: one with more that is live is left
 _BATCH_CHARGE_MAX = 4 * BATCH_SIZE
 _IN_FLIGHT_MAX = 2
 _BANDWIDTH_SAMPLE_MIN = 1024 * 1024
+_ERASED_SECONDS = 20.0
 _SHORT_OF_SPACE = 4  # less than one part in so many is free
 
 
@@ -119,6 +122,7 @@ class Writer:
         self.unsaved = 0
         self.committed_sequence = self.ring.position.sequence - 1
         self.flush_time = self.checkpoint_time = time.monotonic()
+        self.erased_time = time.monotonic()
         self.bytes_since_checkpoint = 0
         self._open = _Open()
         self._sealed_operation = self._placed_operation = self.operation
@@ -146,6 +150,12 @@ class Writer:
         """Whether so many were taken, also for what then failed, that a checkpoint should make
         it safe to take more."""
         return self.superblock.id_floor - self.next_id < ID_WINDOW // 2
+
+    @property
+    def is_to_erase(self) -> bool:
+        """Whether the device has held keys of what was removed for long enough."""
+        is_late = time.monotonic() - self.erased_time > _ERASED_SECONDS
+        return is_late and self.index.vault.keys.has_dead
 
     def check(self) -> None:
         """Raises EIO once the device has failed."""
@@ -309,7 +319,7 @@ class Writer:
         if batch.encoding is None:
             left = self.space.left_after_cleaning(self.promised)
             self.auto.space_is_short = left < self.space.total // _SHORT_OF_SPACE
-            start_encoding(batch, self.auto, self._arenas, self._submit)
+            start_encoding(batch, self.auto, self._arenas, self.index.vault, self._submit)
 
     def _place_next(self) -> Step[_InFlight]:
         batch = self._sealed[0]
@@ -321,7 +331,7 @@ class Writer:
             self._encode(following)
         if encoded.encoded_bytes:
             self.auto.saw_encode(encoded.encoded_bytes, encoded.encoded_into, encoded.seconds)
-        placed = place(batch, encoded, self.ring, self.state)
+        placed = place(batch, encoded, self.ring, self.state, self.index.vault)
         self._placed_operation = batch.operation
         return _InFlight(batch, placed, self._write(placed.frames))
 
@@ -426,13 +436,16 @@ class Writer:
         self.counters.cleaned_segments += 1
 
     def _rewrite_part(self, pointer: Pointer) -> None:
-        """Of the bitmap; the checkpoint's own record is written anew every time."""
+        """Of bitmap or key table; roots are written anew every time."""
         if pointer in self.index.checkpoint.bitmap:
             self.ring.liveness.changed.add(self.index.checkpoint.bitmap.index(pointer))
+        vault = self.index.vault
+        vault.keys.changed |= {n for n, part in enumerate(vault.table) if pointer in part.places}
 
     def _carry(self, group: list[LiveRecord]) -> Step[None]:
         carried = yield from cleaner.carry(self.device, self.executor, self.index, group)
-        frames = place_unit(self.ring, carried.payloads, carried.items, self._placed_operation)
+        items = self.index.vault.sealed(carried.items)
+        frames = place_unit(self.ring, carried.payloads, items, self._placed_operation)
         yield from wait_all(self._write([frame for frame, _ in frames]))
         self.check()
         extents = [
@@ -461,6 +474,7 @@ class Writer:
             self.ring.liveness.mark(node.address, node.stored)
         for pointer in (*update.replaced, self.superblock.checkpoint):
             self._release(pointer)
+        keys = yield from self._append_keys()
         checkpoint = yield from self._append_bitmap(update.checkpoint)
         record = metadata.encode(RecordKind.CHECKPOINT, checkpoint.pack())
         (root,) = yield from self._append_metadata([record])
@@ -477,14 +491,43 @@ class Writer:
             id_floor=self.next_id + (0 if closing else ID_WINDOW),
             flags=SuperblockFlag.CLEAN if closing else SuperblockFlag(0),
         )
-        write = partial(write_superblock, self.device, following)
-        yield from wait(self._submit(write))
-        self.superblock = following
+        if keys is not None:
+            following = replace(following, key_tables=keys.roots, sealed_keys=keys.sealed)
+        yield from self._write_superblock(following)
         self.index.checkpointed(checkpoint)
+        if self.index.vault.keys.has_dead:
+            # The other slot still has what opens the dead keys.
+            following = following.next()
+            yield from self._write_superblock(following)
+            previous = following
+        if keys is not None:
+            self.index.vault.began(keys.turn, keys.table)
+            self.index.vault.keys.checkpointed()
+            self.erased_time = time.monotonic()
         self.ring.checkpointed(previous.replay.sequence)
         self.checkpoint_time = time.monotonic()
         self.bytes_since_checkpoint = 0
         self.counters.checkpoints += 1
+
+    def _write_superblock(self, superblock: Superblock) -> Step[None]:
+        yield from wait(self._submit(partial(write_superblock, self.device, superblock)))
+        self.superblock = superblock
+
+    def _append_keys(self) -> Step[_Keys | None]:
+        """The key table, without the keys that are dead."""
+        vault = self.index.vault
+        if not vault.is_on:
+            return None
+        turn = vault.next_turn()
+        roots = self.superblock.key_tables
+        appended = yield from keytable.append(
+            vault, turn, roots, self._submit, self._append_metadata
+        )
+        for pointer in appended.replaced:
+            self._release(pointer)
+        for pointer in appended.written:
+            self.ring.liveness.mark(pointer.address, pointer.stored)
+        return _Keys(turn, appended.table, appended.roots, vault.sealed_keys(turn))
 
     def _rewrite(self) -> Rewrite:
         return Rewrite(self.index.nodes, self._submit, self._append_metadata)
@@ -538,6 +581,16 @@ class _InFlight:
     batch: Batch
     placed: Placed
     writes: list[Completion[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The key table of a checkpoint that is being written, and what its superblock holds."""
+
+    turn: Turn
+    table: list[KeyPart]
+    roots: tuple[Pointer, Pointer]
+    sealed: bytes
 
 
 class _Checkpoint:

@@ -25,7 +25,6 @@ from cachetools import LRUCache
 
 from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
-from kvfs.engine.codec import Codec
 from kvfs.engine.format import (
     BLOCK,
     Extent,
@@ -761,7 +760,7 @@ class WarmTier:
         pieces: Sequence[Kept],
         tokens: int,
     ) -> None:
-        is_raw = extent.codec == Codec.NONE and len(pieces) == 1
+        is_raw = extent.is_raw and len(pieces) == 1
         for piece in pieces:
             entry = KvmapEntry(
                 ino, extent.extent_id, offset, kvmap.offset_of(piece), len(piece), extent.checksum,

@@ -35,6 +35,7 @@ from kvfs.engine.format import (
     round_up,
 )
 from kvfs.engine.io import InlineExecutor, run
+from kvfs.engine.keytable import read_table
 from kvfs.engine.liveness import Liveness
 from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.ring import Ring
@@ -99,6 +100,7 @@ def audit(store: Store) -> Items:
     _check_names(items)
     _check_maps(items)
     _check_liveness(store, items)
+    _check_keys(store, items)
     check_slots(store)
     assert items.counts.inodes == store.usage().inodes == len(items.inodes)
     return items
@@ -169,6 +171,7 @@ def _check_liveness(store: Store, items: Items) -> None:
     places: list[Extent | Pointer] = list(items.extents.values())
     places += tree_places(store._writer.index.nodes, checkpoint)
     places += [place for place in checkpoint.bitmap if place.stored]
+    places += key_places(store)
     if store.superblock.checkpoint.stored:
         places.append(store.superblock.checkpoint)
     for place in places:
@@ -177,6 +180,19 @@ def _check_liveness(store: Store, items: Items) -> None:
     live = store._writer.ring.liveness
     assert live.live_blocks.tolist() == expected.live_blocks.tolist()
     assert live._bits == expected._bits
+
+
+def _check_keys(store: Store, items: Items) -> None:
+    """Each inode has a key, and each extent counts for that of who wrote it."""
+    vault = store._writer.index.vault
+    if vault.is_on:
+        expected = vault.keys.of(items.inodes, items.extents.values()).counts()
+        assert {entry for entry in vault.keys.counts() if entry[1] or entry[2]} == expected
+
+
+def key_places(store: Store) -> list[Pointer]:
+    table = [place for part in store._writer.index.vault.table for place in part.places]
+    return table + [place for place in store.superblock.key_tables if place.stored]
 
 
 def check_slots(store: Store) -> None:
@@ -190,9 +206,12 @@ def check_slots(store: Store) -> None:
         superblock = Superblock.unpack(bytes(read_bytes(device, address, BLOCK)))
         log = Ring(ring.geometry, superblock.uuid, superblock.epoch, superblock.replay)
         checkpoint = journal.read_checkpoint(device, superblock.checkpoint, log)
-        nodes = NodeCache(device, InlineExecutor(), log, 1 << 30)
+        vault = store._writer.index.vault.at(superblock)
+        read_table(device, superblock, vault)
+        nodes = NodeCache(device, InlineExecutor(), log, 1 << 30, vault)
         places = [superblock.checkpoint, *checkpoint.bitmap, *tree_places(nodes, checkpoint)]
         places += extents_of(nodes, checkpoint)
+        places += [*superblock.key_tables, *(p for part in vault.table for p in part.places)]
         addresses = [place.address for place in places if place.stored]
         frames = list(journal.frames_behind(device, log, superblock, superblock.durable))
         addresses += [frame.header.address for frame in frames]

@@ -302,6 +302,7 @@ def test_extents_are_joined_from_small_appends_and_aligned(bench: Bench) -> None
     assert [extent.address for extent in found[1:]] == [extent.blocks_end for extent in found[:-1]]
 
 
+@pytest.mark.plain
 def test_long_files_have_long_extents(tmpfs: Path) -> None:
     bench = Bench(tmpfs, new_device(segments=12, segment_size=8 * MIB))
     ino = bench.make(b"file")

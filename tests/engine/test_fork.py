@@ -120,6 +120,7 @@ def test_shared_extents_live_until_the_last_user_goes(bench: Bench, session: int
     audit(bench.store)
 
 
+@pytest.mark.plain
 def test_shared_bytes_count_in_each_file_and_once_in_the_ring(bench: Bench, session: int) -> None:
     run(bench.store.sync())
     live = bench.store.usage().live

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvfs.engine.check import Finding, Report, check
-from kvfs.engine.check.load import load
-from kvfs.engine.check.slots import read_slots
+from kvfs.engine.check.load import Loaded, load
+from kvfs.engine.check.slots import Slots, read_slots
 from kvfs.engine.device import DeviceError
 from kvfs.engine.format import (
     BLOCK,
@@ -45,6 +45,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.io import run
 from kvfs.engine.store import Store
+from kvfs.engine.vault import Vault
 from tests.engine.audit import audit
 from tests.engine.kit import (
     DIRECTORY,
@@ -59,6 +60,7 @@ from tests.engine.kit import (
     wipe,
 )
 from tests.support.devices import RecordingDevice
+from tests.support.encrypted import KEY
 
 ANY_ROOT = "the root directory"
 
@@ -148,11 +150,11 @@ class Case:
 
     def nodes(self) -> list[Pointer]:
         device = RecordingDevice(bytearray(self.image))
-        return load(device, read_slots(device, "ring")).base.trees.nodes
+        return loaded(device).base.trees.nodes
 
     def bitmap(self) -> list[Pointer]:
         device = RecordingDevice(bytearray(self.image))
-        return list(load(device, read_slots(device, "ring")).base.checkpoint.bitmap)
+        return list(loaded(device).base.checkpoint.bitmap)
 
     @property
     def superblock(self) -> Superblock:
@@ -176,6 +178,11 @@ class Case:
         bench = Bench(self.bench.directory / "again", copy, boot=f"boot {id(copy)}")
         assert not bench.store.read_only
         return bench
+
+
+def loaded(device: RecordingDevice, slots: Slots | None = None) -> Loaded:
+    slots = slots or read_slots(device, "ring")
+    return load(device, slots, Vault.unlock(slots.newest, KEY, "ring"))
 
 
 def repaired(device: RecordingDevice) -> Report:
@@ -386,7 +393,7 @@ def test_all_nodes_lost_are_rebuilt_from_the_older_checkpoint(closed: Case) -> N
     older = read_slots(RecordingDevice(bytearray(closed.image)), "ring").older
     assert older is not None
     device = closed.damaged()
-    wanted = load(device, replace(read_slots(device, "ring"), newest=older, older=None))
+    wanted = loaded(device, replace(read_slots(device, "ring"), newest=older, older=None))
     kept = {node.address for node in wanted.base.trees.nodes}
     lost = [node for node in closed.nodes() if node.address not in kept]
     assert len(lost) > 2
@@ -606,7 +613,7 @@ class Crafted:
         return cls(bench, directory, below, file, other, symlink)
 
     def slot(self, name: bytes) -> int:
-        return name_slot(self.bench.store.superblock.hash_key, name)
+        return name_slot(self.bench.store._writer.index.vault.hash_key, name)
 
     def inode(self, ino: int, **changes: Any) -> Item:
         return inode_key(ino), replace(run(self.bench.store.node(ino)).inode, **changes).pack()

@@ -138,6 +138,7 @@ def test_a_log_without_room_for_a_chunk_is_enospc(tmpfs: Path) -> None:
     assert bench.names() == []
 
 
+@pytest.mark.plain
 def test_usage_counts_what_is_there(bench: Bench) -> None:
     empty = bench.store.usage()
     assert (empty.inodes, empty.live) == (1, 0)

@@ -12,6 +12,7 @@ from functools import partial
 
 from kvfs.engine.check.data import Progress, check_data, is_whole
 from kvfs.engine.check.findings import CheckError, Finding, Report
+from kvfs.engine.check.keys import lost_keys
 from kvfs.engine.check.load import Loaded, load, needed_by
 from kvfs.engine.check.mend import Mender
 from kvfs.engine.check.rewrite import NewState, write_state
@@ -21,6 +22,7 @@ from kvfs.engine.check.slots import read_slots
 from kvfs.engine.check.tables import Tables, decoded, path_of
 from kvfs.engine.device import Device
 from kvfs.engine.superblocks import write_superblock
+from kvfs.engine.vault import Vault
 
 __all__ = ["CheckError", "Finding", "Progress", "Report", "check"]
 
@@ -29,34 +31,39 @@ def check(
     device: Device,
     name: str,
     *,
+    key: bytes | None = None,
     repair: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Report:
-    """Raises DeviceError when there is no ring to check, CheckError when the repair cannot
-    be made, OSError."""
+    """`key` is what the operator of an encrypted ring keeps. Raises DeviceError when there is
+    no ring to check, CheckError when the repair cannot be made, OSError."""
     slots = read_slots(device, name)
-    loaded = load(device, slots)
+    unlocked = Vault.unlock(slots.newest, key, name)
+    loaded = load(device, slots, unlocked)
+    vault = loaded.base.vault
     findings = [*slots.findings, *loaded.findings]
     tables = decoded(loaded.items, findings)
     newest = slots.newest
     if loaded.evidence is not None:
-        adopt(device, tables, loaded.evidence, newest.hash_key)
+        adopt(device, tables, loaded.evidence, vault.hash_key)
     mender = Mender(
-        tables, loaded.base.geometry, newest.hash_key, newest.created_ns, slots.id_floor,
+        tables, loaded.base.geometry, vault.hash_key, newest.created_ns, slots.id_floor,
         loaded.base.trees.nodes, partial(is_whole, device),
     )  # fmt: skip
     mender.run()
     findings += mender.findings
     unmovable = unreadable(device, loaded.base, tables)
     findings += findings_of(loaded.base, unmovable)
+    findings += lost_keys(loaded, tables)
     data = check_data(device, tables, progress)
     findings += data.findings
     faults = {finding.structure for finding in findings if not finding.is_lost}
     if repair and faults == {"superblock"} and slots.older is None:
         write_superblock(device, newest.next())
     elif repair and faults:
-        needed = needed_by(device, slots)
-        write_state(device, newest, _new_state(device, loaded, mender, needed, set(unmovable)))
+        needed = needed_by(device, slots, unlocked)
+        state = _new_state(device, loaded, mender, needed, set(unmovable))
+        write_state(device, newest, state, vault)
     return Report(
         newest.uuid, _with_paths(findings, tables), len(tables.inodes), len(tables.extents),
         data.size, repair and bool(faults),

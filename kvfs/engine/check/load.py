@@ -13,10 +13,12 @@ from kvfs.engine.check.trees import EXTENTS, NAMES, Gaps, Trees, load_node, read
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
     KIND_BYTE,
+    TABLE_KEYS,
     TABLE_SUMMARIES,
     Checkpoint,
     Extent,
     FormatError,
+    Item,
     ItemKind,
     Pointer,
     RecordKind,
@@ -26,20 +28,24 @@ from kvfs.engine.format import (
     round_up,
 )
 from kvfs.engine.journal import extent_of
+from kvfs.engine.keys import Keys
+from kvfs.engine.keytable import read_what_is_whole
 from kvfs.engine.liveness import Liveness
 from kvfs.engine.metadata import pointer_to
 from kvfs.engine.ring import Frame, Geometry
+from kvfs.engine.vault import Vault
 
 
 @dataclass(slots=True)
 class Base:
-    """What a superblock's checkpoint holds. `bitmap` is what it calls live, as far as that
-    can be read; `places` are what the superblock needs besides file data."""
+    """What a superblock's checkpoint holds, and its keys. `bitmap` is what it calls live, as far
+    as that can be read; `places` are what the superblock needs besides file data."""
 
     superblock: Superblock
     checkpoint: Checkpoint
     trees: Trees
     bitmap: Liveness
+    vault: Vault
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -48,7 +54,10 @@ class Base:
 
     @property
     def places(self) -> list[Pointer]:
-        parts = (self.superblock.checkpoint, *self.checkpoint.bitmap)
+        keys = [place for part in self.vault.table for place in part.places]
+        parts = (
+            self.superblock.checkpoint, *self.checkpoint.bitmap, *self.superblock.key_tables, *keys
+        )  # fmt: skip
         return [*self.trees.nodes, *(place for place in parts if place.stored)]
 
 
@@ -63,25 +72,44 @@ class Loaded:
     findings: list[Finding]
 
 
-def load(device: Device, slots: Slots) -> Loaded:
+def load(device: Device, slots: Slots, unlocked: Vault) -> Loaded:
     """Raises OSError."""
-    base = read_base(device, slots.newest)
+    base = read_base(device, slots.newest, unlocked)
     log = read_log(device, slots.newest, slots.newest.durable)
     items, gaps = dict(base.trees.items), base.trees.gaps
     if gaps and slots.older is not None:
-        gaps = _fill(device, items, gaps, slots.older, slots.newest)
+        older = read_base(device, slots.older, unlocked)
+        gaps = _fill(device, items, gaps, older, slots.newest)
+        base.vault.keys.learn_from(older.vault.keys)
     evidence = None
     if gaps or log.is_damaged:
         # What a lost frame of the log held is missing as if its nodes were.
         missing = Gaps([NAMES, EXTENTS]) if log.is_damaged else gaps
-        frames = all_frames(device, slots.newest)
-        evidence = gather(device, slots.newest, frames, base.bitmap, missing)
+        frames = opened(all_frames(device, slots.newest), base.vault)
+        evidence = gather(device, slots.newest, frames, base.bitmap, missing, base.vault)
         items.update((key, value) for key, value in evidence.exact.items() if key in gaps)
+    log.frames = opened(log.frames, base.vault)
     gone = apply(items, log.frames)
     if evidence is not None:
         evidence.gone = gone
     findings = [*base.findings, *base.trees.findings, *log.findings]
     return Loaded(base, log, items, evidence, findings)
+
+
+def opened(frames: list[Frame], vault: Vault) -> list[Frame]:
+    """Frames with their items as the index has them, as far as there are keys for them."""
+    if not vault.is_on:
+        return frames
+    for frame in frames:
+        vault.learn_if_possible(frame.items)
+    return [
+        replace(frame, items=vault.opened_if_possible(_without_secrets(frame.items)))
+        for frame in frames
+    ]
+
+
+def _without_secrets(items: list[Item]) -> list[Item]:
+    return [item for item in items if item[0][0] != TABLE_KEYS]
 
 
 def apply(items: dict[bytes, bytes], frames: list[Frame]) -> set[bytes]:
@@ -105,27 +133,28 @@ def apply(items: dict[bytes, bytes], frames: list[Frame]) -> set[bytes]:
 
 
 def _fill(
-    device: Device, items: dict[bytes, bytes], gaps: Gaps, older: Superblock, newest: Superblock
+    device: Device, items: dict[bytes, bytes], gaps: Gaps, base: Base, newest: Superblock
 ) -> Gaps:
     """Fill gaps with what the older slot leads to: its trees, and the log between the two
     checkpoints, if that is whole. Returns the gaps that are left."""
-    base, log = read_base(device, older), read_log(device, older, newest.durable)
+    older = base.superblock
+    log = read_log(device, older, newest.durable)
     between = [f for f in log.frames if f.header.sequence < newest.replay.sequence]
     if not between or len(between) != newest.replay.sequence - older.replay.sequence:
         return gaps
     then = dict(base.trees.items)
-    apply(then, between)
+    apply(then, opened(between, base.vault))
     items.update((key, value) for key, value in then.items() if key in gaps)
     return gaps.within(base.trees.gaps)
 
 
-def needed_by(device: Device, slots: Slots) -> set[int]:
+def needed_by(device: Device, slots: Slots, unlocked: Vault) -> set[int]:
     """The segments that what either superblock leads to lies in. Raises OSError."""
     needed: set[int] = set()
     for superblock in (slots.newest, slots.older):
         if superblock is not None:
             log = read_log(device, superblock, slots.newest.durable)
-            needed |= _segments(read_base(device, superblock), log)
+            needed |= _segments(read_base(device, superblock, unlocked), log)
     return needed
 
 
@@ -150,10 +179,11 @@ def extents_in(items: dict[bytes, bytes]) -> list[Extent]:
 # -- the checkpoint ----------------------------------------------------------------
 
 
-def read_base(device: Device, superblock: Superblock) -> Base:
+def read_base(device: Device, superblock: Superblock, unlocked: Vault) -> Base:
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
     bitmap = new_ring(superblock).liveness
     findings: list[Finding] = []
+    vault = _vault_at(device, superblock, unlocked, findings)
     checkpoint, is_read = Checkpoint(), True
     place = superblock.checkpoint
     if place.stored:
@@ -161,18 +191,31 @@ def read_base(device: Device, superblock: Superblock) -> Base:
             checkpoint = Checkpoint.unpack(metadata.read(device, place))
         except (FormatError, OSError) as fault:
             findings.append(Finding("checkpoint", f"it cannot be read: {fault}"))
-            checkpoint, is_read = _found_roots(device, superblock), False
-    trees = read_trees(device, geometry, checkpoint)
+            checkpoint, is_read = _found_roots(device, superblock, vault), False
+    trees = read_trees(device, geometry, checkpoint, vault)
     if not is_read:
         _expect_no_more(trees, checkpoint)
-    base = Base(superblock, checkpoint, trees, bitmap, findings)
+    base = Base(superblock, checkpoint, trees, bitmap, vault, findings)
     is_whole = _read_bitmap(device, base)
     if is_read and is_whole and not trees.gaps:
         _check_bitmap(base)
     return base
 
 
-def _found_roots(device: Device, superblock: Superblock) -> Checkpoint:
+def _vault_at(
+    device: Device, superblock: Superblock, unlocked: Vault, findings: list[Finding]
+) -> Vault:
+    try:
+        vault = unlocked.at(superblock)
+    except FormatError as fault:
+        findings.append(Finding("keys", f"a superblock has none: {fault}"))
+        return replace(unlocked, keys=Keys(), table=[])
+    faults = read_what_is_whole(device, superblock, vault)
+    findings += [Finding("keys", str(fault)) for fault in faults]
+    return vault
+
+
+def _found_roots(device: Device, superblock: Superblock, vault: Vault) -> Checkpoint:
     """Roots are written after what is below them: the last node of each tree that was
     written before the checkpoint's end, as far as no frame is missing there."""
     geometry = Geometry(superblock.segment_size, superblock.segment_count)
@@ -183,7 +226,7 @@ def _found_roots(device: Device, superblock: Superblock) -> Checkpoint:
                 continue
             pointer = pointer_to(frame.header, record)
             try:
-                first = load_node(device, geometry, pointer).key(0)
+                first = load_node(device, geometry, pointer, vault).key(0)
             except (FormatError, OSError):
                 return found
             if first in NAMES and not found.names.stored:

@@ -23,6 +23,7 @@ from kvfs.engine.format import (
     NAME_LENGTH_MAX,
     ROOT_INODE,
     SERIAL_BITS,
+    Cipher,
     Counts,
     Dentry,
     Extent,
@@ -443,7 +444,8 @@ def laid(slices: Iterable[Slice]) -> list[Slice]:
 def _is_possible(extent: Extent, geometry: Geometry) -> bool:
     in_place = geometry.contains(extent.address, round_up(extent.stored))
     sizes = 0 < extent.size <= EXTENT_SIZE_MAX and 0 < extent.stored <= EXTENT_SIZE_MAX
-    return in_place and sizes and extent.codec in set(Codec)
+    known = extent.codec in set(Codec) and extent.cipher in set(Cipher)
+    return in_place and sizes and known
 
 
 def _free_slot(hash_key: bytes, taken: Iterable[int], name: bytes) -> int:

@@ -11,18 +11,20 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from kvfs.engine import metadata
+from kvfs.engine import keytable, metadata
 from kvfs.engine.btree import Entry, cut
 from kvfs.engine.check.findings import CheckError
-from kvfs.engine.check.load import mark_disjoint
+from kvfs.engine.check.load import extents_in, mark_disjoint
 from kvfs.engine.check.segments import Move
 from kvfs.engine.check.trees import EXTENTS, NAMES, Leaf, Range, unchanged
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
     BLOCK,
+    KIND_BYTE,
     NO_SEGMENT,
     Checkpoint,
     Extent,
+    ItemKind,
     Pointer,
     Position,
     RecordHeader,
@@ -30,12 +32,15 @@ from kvfs.engine.format import (
     Superblock,
     SuperblockFlag,
     extent_key,
+    key_owner,
     round_up,
 )
+from kvfs.engine.io import InlineExecutor, Step, run
 from kvfs.engine.journal import extent_of
 from kvfs.engine.metadata import EncodedRecord
 from kvfs.engine.ring import Geometry, PlacedFrame, Ring, RingFull
 from kvfs.engine.superblocks import write_superblock
+from kvfs.engine.vault import Turn, Vault
 from kvfs.engine.writeback import Payload, place_unit
 
 _NO_ROOM = "no segment is free for what the repair has to write"
@@ -61,15 +66,18 @@ class NewState:
     id_floor: int
 
 
-def write_state(device: Device, newest: Superblock, state: NewState) -> None:
-    """Raises CheckError when there is no room, OSError."""
+def write_state(device: Device, newest: Superblock, state: NewState, vault: Vault) -> None:
+    """`vault` has the keys of all that is kept. Raises CheckError when there is no room,
+    OSError."""
     moved = {extent_key(extent.extent_id) for extent in state.move.extents}
     changed = _changed(state.stored_items, state.items)
     kept = unchanged(state.leaves, changed | moved)
     ring = _new_log(newest, state, kept)
     try:
-        writer = _CheckpointWriter(device, ring, state.operation)
+        writer = _CheckpointWriter(device, ring, state.operation, vault)
         items = {**state.items, **writer.write_data(state.move)}
+        turn = vault.next_turn()
+        tables = writer.write_keys(items, turn)
         root = writer.write(items, kept)
     except RingFull:
         raise CheckError(_NO_ROOM) from None
@@ -84,6 +92,8 @@ def write_state(device: Device, newest: Superblock, state: NewState) -> None:
         operation=state.operation,
         checkpoint=root,
         replay=ring.position,
+        key_tables=tables,
+        sealed_keys=vault.sealed_keys(turn) if vault.is_on else newest.sealed_keys,
     )
     # Both slots: the older one still leads to what was mended.
     for superblock in (following, following.next()):
@@ -120,6 +130,7 @@ class _CheckpointWriter:
     device: Device
     ring: Ring
     operation: int
+    vault: Vault
     _nodes: list[Pointer] = field(default_factory=list)
 
     def write(self, items: dict[bytes, bytes], kept: list[Leaf]) -> Pointer:
@@ -132,6 +143,21 @@ class _CheckpointWriter:
         checkpoint = Checkpoint(names, extents, node_bytes, self._write_bitmap())
         record = metadata.encode(RecordKind.CHECKPOINT, checkpoint.pack())
         return self._append([record])[0]
+
+    def write_keys(self, items: dict[bytes, bytes], turn: Turn) -> tuple[Pointer, Pointer]:
+        """A key table of what there is. Raises RingFull, OSError."""
+        vault = self.vault
+        if not vault.is_on:
+            return Pointer(), Pointer()
+        inodes = [key_owner(key) for key in items if key[KIND_BYTE] == ItemKind.INODE]
+        vault.keys, vault.table = vault.keys.of(inodes, extents_in(items)), []
+
+        def write(records: list[EncodedRecord]) -> Step[list[Pointer]]:
+            return self._append(records)
+            yield
+
+        nowhere = (Pointer(), Pointer())
+        return run(keytable.append(vault, turn, nowhere, InlineExecutor().submit, write)).roots
 
     def _write_tree(self, keys: Range, entries: list[Entry], kept: list[Leaf]) -> Pointer:
         """Leaves that are kept, new ones between them, and all that is above."""
@@ -157,7 +183,7 @@ class _CheckpointWriter:
         yield from self._write_nodes(0, between(low, keys.high))
 
     def _write_nodes(self, level: int, entries: list[Entry]) -> list[Entry]:
-        drafts = cut(level, entries)
+        drafts = cut(level, entries, self.vault)
         places = self._append([draft.record for draft in drafts])
         self._nodes += places
         return [(draft.first, place.pack()) for draft, place in zip(drafts, places, strict=True)]

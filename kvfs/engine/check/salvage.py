@@ -44,6 +44,7 @@ from kvfs.engine.journal import extent_of
 from kvfs.engine.liveness import Liveness
 from kvfs.engine.metadata import pointer_to
 from kvfs.engine.ring import Frame, Geometry
+from kvfs.engine.vault import Vault
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,12 @@ class Evidence:
 
 
 def gather(
-    device: Device, superblock: Superblock, frames: list[Frame], bitmap: Liveness, gaps: Gaps
+    device: Device,
+    superblock: Superblock,
+    frames: list[Frame],
+    bitmap: Liveness,
+    gaps: Gaps,
+    vault: Vault,
 ) -> Evidence:
     """`frames` are all that the ring holds, `bitmap` what the checkpoint calls live."""
     evidence = Evidence(gaps)
@@ -111,7 +117,7 @@ def gather(
                 _add_record(evidence, frame.header, record, bitmap)
             elif record.kind == RecordKind.NODE and bitmap.is_live(_address(frame, record)):
                 leaves.append(pointer_to(frame.header, record))
-    _add_leaves(evidence, device, geometry, leaves)
+    _add_leaves(evidence, device, geometry, leaves, vault)
     for frame in reversed(unbroken(frames, superblock)):
         if _add_exact(evidence, frame) or evidence.segments:
             # With those behind it: they say that it is not out of date.
@@ -137,12 +143,16 @@ def _add_record(
 
 
 def _add_leaves(
-    evidence: Evidence, device: Device, geometry: Geometry, pointers: list[Pointer]
+    evidence: Evidence,
+    device: Device,
+    geometry: Geometry,
+    pointers: list[Pointer],
+    vault: Vault,
 ) -> None:
     """They lie below a lost node. The trees of a checkpoint have no key in common."""
     for pointer in pointers:
         try:
-            node = load_node(device, geometry, pointer)
+            node = load_node(device, geometry, pointer, vault)
         except (FormatError, OSError):
             continue
         if node.level == 0:

@@ -19,7 +19,9 @@ from kvfs.engine.format import (
     TreeNode,
     round_up,
 )
+from kvfs.engine.nodecache import opened
 from kvfs.engine.ring import Geometry
+from kvfs.engine.vault import Vault
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +95,9 @@ class Trees:
         return sum(round_up(node.stored) for node in self.nodes)
 
 
-def read_trees(device: Device, geometry: Geometry, checkpoint: Checkpoint) -> Trees:
+def read_trees(device: Device, geometry: Geometry, checkpoint: Checkpoint, vault: Vault) -> Trees:
     trees = Trees()
-    reader = _Reader(device, geometry, trees)
+    reader = _Reader(device, geometry, vault, trees)
     for root, keys in ((checkpoint.names, NAMES), (checkpoint.extents, EXTENTS)):
         if root.stored:
             reader.read(root, keys, None, None)
@@ -105,24 +107,25 @@ def read_trees(device: Device, geometry: Geometry, checkpoint: Checkpoint) -> Tr
     return trees
 
 
-def load_node(device: Device, geometry: Geometry, pointer: Pointer) -> TreeNode:
+def load_node(device: Device, geometry: Geometry, pointer: Pointer, vault: Vault) -> TreeNode:
     """Raises FormatError, OSError."""
     if not geometry.contains(pointer.address, round_up(pointer.stored)):
         raise FormatError("it lies outside of the ring")
-    return TreeNode(metadata.read(device, pointer))
+    return opened(TreeNode(metadata.read(device, pointer)), vault)
 
 
 @dataclass(slots=True)
 class _Reader:
     device: Device
     geometry: Geometry
+    vault: Vault
     trees: Trees
 
     def read(self, pointer: Pointer, keys: Range, first: bytes | None, level: int | None) -> None:
         """The part of a tree below a node. `first` and `level` are what is expected."""
         trees = self.trees
         try:
-            node = load_node(self.device, self.geometry, pointer)
+            node = load_node(self.device, self.geometry, pointer, self.vault)
             _check(node, keys, first, level)
         except (FormatError, OSError) as fault:
             trees.gaps.ranges.append(keys)
