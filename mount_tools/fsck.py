@@ -31,6 +31,7 @@ from mount_tools.common import (
     printable,
     warn,
 )
+from mount_tools.keys import KeyCommand, KeyFile, Keyring, read_key
 from mount_tools.mountpoints import canonical, require_answer
 
 
@@ -59,6 +60,9 @@ def fsck(
             "--force", help="Repair although that gives up what a killed daemon had answered."
         ),
     ] = False,
+    key_file: KeyFile = None,
+    key_command: KeyCommand = None,
+    keyring: Keyring = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check every structure and checksum of a ring that is not mounted.
@@ -74,7 +78,8 @@ def fsck(
       kvfs fsck ring.img --json
     """
     try:
-        return _fsck(device, repair=repair, force=force, json_output=json_output)
+        key = read_key(key_file, key_command, keyring)
+        return _fsck(device, key, repair=repair, force=force, json_output=json_output)
     except (CommandError, DeviceError, CheckError) as failure:
         warn(str(failure))
     except OSError as failure:
@@ -85,7 +90,7 @@ def fsck(
     return Status.FAILED
 
 
-def _fsck(path: Path, *, repair: bool, force: bool, json_output: bool) -> Status:
+def _fsck(path: Path, key: bytes | None, *, repair: bool, force: bool, json_output: bool) -> Status:
     require_answer(containing_mount(path))
     _refuse_mounted(path)
     with claimed(path, read_only=not repair) as device:
@@ -93,7 +98,7 @@ def _fsck(path: Path, *, repair: bool, force: bool, json_output: bool) -> Status
         if log is not None:
             _tell_of_log(path, log, refuse=repair and not force)
         with _progress_bar() as progress:
-            report = check.check(device, str(path), repair=repair, progress=progress)
+            report = check.check(device, str(path), key=key, repair=repair, progress=progress)
     if json_output:
         print_json(_document(path, report, log))
     else:

@@ -7,6 +7,7 @@ import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 from uuid import UUID
@@ -21,19 +22,32 @@ from kvfs.engine.format import (
     SEGMENT_COUNT_MIN,
     SEGMENT_SIZE_MIN,
     SUPERBLOCK_ADDRESSES,
+    Cipher,
     FormatError,
     Superblock,
 )
-from kvfs.engine.superblocks import format_device
+from kvfs.engine.superblocks import Encryption, format_device
 from kvfs.mount.backing import claimed
 from kvfs.mount.mounts import containing_mount
 from mount_tools.common import CommandError, format_size, parse_path, parse_size, print_json
+from mount_tools.keys import KeyCommand, KeyFile, Keyring, read_key
 from mount_tools.mountpoints import require_answer
 
 DEFAULT_SIZE = 4 * 1024**3
 DEFAULT_SEGMENT_SIZE = 64 * 1024**2
 _SEGMENTS_WANTED = 64
 _BLKID_NOTHING_FOUND = 2
+
+
+class CipherChoice(Enum):
+    AES = "aes-256-gcm"
+    CHACHA = "chacha20-poly1305"
+
+
+CIPHERS = {
+    CipherChoice.AES: Cipher.AES_256_GCM,
+    CipherChoice.CHACHA: Cipher.CHACHA20_POLY1305,
+}
 
 
 def mkfs(
@@ -62,6 +76,17 @@ def mkfs(
     force: Annotated[
         bool, typer.Option("--force", help="Format although it holds data, which is lost.")
     ] = False,
+    encrypt: Annotated[
+        bool,
+        typer.Option("--encrypt", help="Encrypt data and names, under a key that you keep."),
+    ] = False,
+    cipher: Annotated[
+        CipherChoice,
+        typer.Option(help="AES where the processor has it, else ChaCha20 is faster."),
+    ] = CipherChoice.AES,
+    key_file: KeyFile = None,
+    key_command: KeyCommand = None,
+    keyring: Keyring = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Format a block device or an image file; an image that does not exist is made.
@@ -71,10 +96,18 @@ def mkfs(
       kvfs mkfs /dev/nvme1n1
       kvfs mkfs ring.img --size 4G
       kvfs mkfs ring.img --force
+      kvfs mkfs ring.img --encrypt --key-file ring.key
     """
+    key = read_key(key_file, key_command, keyring)
+    if encrypt != (key is not None):
+        raise CommandError(
+            "--encrypt and a key go together: kvfs mkfs DEV --encrypt --key-file FILE "
+            "(or --key-command, --keyring)"
+        )
+    encryption = None if key is None else Encryption(CIPHERS[cipher], key)
     require_answer(containing_mount(device))
     with _image_made_if_missing(device, size):
-        superblock = _format(device, segment_size, force=force)
+        superblock = _format(device, segment_size, encryption, force=force)
     if json_output:
         print_json(_description(device, superblock))
         return
@@ -83,6 +116,8 @@ def mkfs(
         f"{superblock.segment_count} segments of {format_size(superblock.segment_size)}"
     )
     print(f"uuid {UUID(bytes=superblock.uuid)}")
+    if encrypt:
+        print(f"encrypted with {cipher.value}: without its key nothing of it can be read")
 
 
 def _description(device: Path, superblock: Superblock) -> dict[str, object]:
@@ -92,6 +127,7 @@ def _description(device: Path, superblock: Superblock) -> dict[str, object]:
         "size": superblock.device_size,
         "segment_size": superblock.segment_size,
         "segments": superblock.segment_count,
+        "cipher": superblock.cipher.name.lower(),
     }
 
 
@@ -132,13 +168,15 @@ def _check_size(device: Path, size: int | None) -> None:
     )
 
 
-def _format(path: Path, segment_size: int | None, *, force: bool) -> Superblock:
+def _format(
+    path: Path, segment_size: int | None, encryption: Encryption | None, *, force: bool
+) -> Superblock:
     with claimed(path) as device:
         if not force:
             _refuse_used(device)
         if segment_size is None:
             segment_size = _fitting_segment_size(device)
-        superblock = format_device(device, segment_size)
+        superblock = format_device(device, segment_size, encryption=encryption)
         _wipe_foreign(device)
     return superblock
 

@@ -27,6 +27,7 @@ from mount_tools.common import (
     warn,
 )
 from mount_tools.daemonize import LOG_FORMAT, run_in_background
+from mount_tools.keys import KeyCommand, KeyFile, Keyring, read_key
 from mount_tools.mountpoints import (
     State,
     Stats,
@@ -118,6 +119,9 @@ def mount(
             "policy); or writes fail with ENOSPC.",
         ),
     ] = True,
+    key_file: KeyFile = None,
+    key_command: KeyCommand = None,
+    keyring: Keyring = None,
 ) -> None:
     """Mount a formatted device or image file. Returns when the mount answers.
 
@@ -127,7 +131,9 @@ def mount(
       kvfs mount /mnt/kv ring.img --warm 8G --log kvfs.log
       kvfs mount /mnt/kv /dev/nvme1n1 --profile gov
       kvfs mount /mnt/kv ring.img -o ro --foreground
+      kvfs mount /mnt/kv ring.img --key-file ring.key
     """
+    key = read_key(key_file, key_command, keyring)
     chosen = parse_options(options or [])
     tiers = Profile() if profile is None else load_profile(profile)
     # The daemon's directory is another one: relative paths end here.
@@ -158,11 +164,11 @@ def mount(
         )
 
     if foreground:
-        _serve_in_foreground(make_config)
+        _serve_in_foreground(make_config, key)
         return
     log_path = canonical(log_file or _default_log(mountpoint))
     run_in_background(
-        lambda ready: _serve(make_config, ready), lambda f: _explain(f, log_path), log_path
+        lambda ready: _serve(make_config, key, ready), lambda f: _explain(f, log_path), log_path
     )
     _report(mountpoint, read_stats(mountpoint), log_path)
 
@@ -258,7 +264,9 @@ def _check_device(device: Path, *, read_only: bool) -> None:
 # -- the daemon
 
 
-def _serve(make_config: Callable[[], MountConfig], ready: Callable[[], None]) -> None:
+def _serve(
+    make_config: Callable[[], MountConfig], key: bytes | None, ready: Callable[[], None]
+) -> None:
     # Imported in the daemon alone: libraries behind it start threads, which no fork survives.
     from kvfs.mount.daemon import serve
 
@@ -268,14 +276,14 @@ def _serve(make_config: Callable[[], MountConfig], ready: Callable[[], None]) ->
         log.info("mounted %s on %s", config.source, config.mountpoint)
         ready()
 
-    serve(config, mounted)
+    serve(config, key, mounted)
     log.info("unmounted %s", config.mountpoint)
 
 
-def _serve_in_foreground(make_config: Callable[[], MountConfig]) -> None:
+def _serve_in_foreground(make_config: Callable[[], MountConfig], key: bytes | None) -> None:
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     try:
-        _serve(make_config, _notify_supervisor)
+        _serve(make_config, key, _notify_supervisor)
     except Exception as failure:
         raise CommandError(_explain(failure, None)) from failure
 

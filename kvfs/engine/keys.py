@@ -154,9 +154,10 @@ class Keys:
 
     def learn_from(self, other: Keys) -> None:
         """What another table has and this one lacks."""
-        for entry in np.concatenate(other.parts):
-            if self.find(int(entry["ino"])) is None:
-                self.learn(int(entry["ino"]), entry["secret"].tobytes())
+        stored = ((int(e["ino"]), e["secret"].tobytes()) for e in np.concatenate(other.parts))
+        for ino, secret in [*stored, *other._fresh.items()]:
+            if self.find(ino) is None:
+                self.learn(ino, secret)
 
     def of(self, inodes: Iterable[int], extents: Iterable[Extent]) -> Keys:
         """A table of what is there and nothing else; who has no secret yet is given one."""

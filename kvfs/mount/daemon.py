@@ -59,8 +59,9 @@ _SWITCH_SECONDS = 100e-6
 _WARM_SIZE_MIN = 4 * CHUNK_SIZE
 
 
-def serve(config: MountConfig, ready: Callable[[], None]) -> None:
-    """Mount, call `ready`, serve until unmounted or told to stop by SIGTERM or SIGINT.
+def serve(config: MountConfig, key: bytes | None, ready: Callable[[], None]) -> None:
+    """Mount, call `ready`, serve until unmounted or told to stop by SIGTERM or SIGINT. `key` is
+    that of an encrypted ring.
 
     Raises DeviceError when the device cannot be used, OSError or MountError when
     it cannot be mounted or not be closed well.
@@ -75,7 +76,9 @@ def serve(config: MountConfig, ready: Callable[[], None]) -> None:
         loop = Loop()
         with _warm_directory(config, directory):
             try:
-                loop.run_until_complete(_serve(loop, directory, superblocks, config, device, ready))
+                loop.run_until_complete(
+                    _serve(loop, directory, superblocks, config, key, device, ready)
+                )
             finally:
                 loop.close()
 
@@ -85,6 +88,7 @@ async def _serve(
     directory: Path,
     superblocks: Superblocks,
     config: MountConfig,
+    key: bytes | None,
     device: FileDevice,
     ready: Callable[[], None],
 ) -> None:
@@ -97,7 +101,7 @@ async def _serve(
         policy=POLICIES[profile.policy](),
     )  # fmt: skip
     options = replace(config.store, policy=POLICIES[profile.policy]())
-    store = Store.open(device, str(config.source), executor, buffer, options)
+    store = Store.open(device, str(config.source), executor, buffer, options, key)
     if store.damage:
         log.error("%s", store.damage)
     unrecovered = store.read_only and log_at(buffer.home, buffer.boot) is not None

@@ -38,7 +38,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.io import InlineExecutor, Step, run
 from kvfs.engine.store import Store, StoreOptions
-from kvfs.engine.superblocks import format_device
+from kvfs.engine.superblocks import Encryption, format_device
 from kvfs.engine.units import Victim
 from kvfs.tiers import oplog
 from kvfs.tiers.oplog import OperationLog
@@ -47,6 +47,7 @@ from tests.crash.model import ROOT, Tree, View, difference, view_of
 from tests.engine.audit import audit
 from tests.engine.deferred import DeferredExecutor
 from tests.support.devices import Flushed, RecordingDevice, random_survival
+from tests.support.encrypted import KEY
 
 T = TypeVar("T")
 MIB = 1024 * 1024
@@ -122,6 +123,8 @@ def content(seed: int, size: int) -> bytes:
 class CrashMachine(RuleBasedStateMachine):
     """Work is done in place: what is asked for has happened when the call returns."""
 
+    encryption: Encryption | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.patches = ExitStack()
@@ -160,7 +163,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.patches.enter_context(patch.object(writer_module, "BATCH_SIZE", batch))
         self.patches.enter_context(patch.object(oplog, "CHUNK_SIZE", _LOG_CHUNK))
         formatted = RecordingDevice.of_size(DATA_START + segments * MIB)
-        format_device(formatted, MIB)
+        format_device(formatted, MIB, encryption=self.encryption)
         self.device = RecordingDevice(formatted.image)
         self.open()
         directory = self.make(ROOT, b"session", _DIRECTORY_MODE)
@@ -171,7 +174,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.pinned = []
         self.executor = self.make_executor()
         warm = WarmTier(self.directory / "warm", _LOG_LIMIT, self.executor, f"boot {self.boots}")
-        self.store = Store.open(self.device, "ring", self.executor, warm, _OPTIONS)
+        self.store = Store.open(self.device, "ring", self.executor, warm, _OPTIONS, KEY)
         assert self.store.damage is None
 
     def make_executor(self) -> Any:
@@ -626,7 +629,7 @@ class DeferredCrashMachine(CrashMachine):
 
 def open_inline(device: RecordingDevice, log: Path) -> Store:
     buffer = OperationLog(log, _LOG_LIMIT, "boot after a power cut")
-    store = Store.open(device, "ring", InlineExecutor(), buffer, _OPTIONS)
+    store = Store.open(device, "ring", InlineExecutor(), buffer, _OPTIONS, KEY)
     assert store.damage is None, store.damage
     return store
 

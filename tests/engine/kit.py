@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 from kvfs.engine.format import BLOCK, DATA_START, ROOT_INODE, FormatError, FrameHeader
 from kvfs.engine.io import InlineExecutor, Step, run
 from kvfs.engine.store import Store, StoreOptions
-from kvfs.engine.superblocks import format_device
+from kvfs.engine.superblocks import Encryption, format_device
 from kvfs.tiers.warm import WarmTier
+from tests.support import encrypted
 from tests.support.devices import RecordingDevice, Written
+from tests.support.encrypted import KEY
 
 T = TypeVar("T")
 MIB = 1024 * 1024
@@ -29,10 +31,12 @@ def noise(size: int, seed: int = 0) -> bytes:
     return Random(seed).randbytes(size)
 
 
-def new_device(segments: int = 16, segment_size: int = MIB) -> RecordingDevice:
+def new_device(
+    segments: int = 16, segment_size: int = MIB, encryption: Encryption | None = None
+) -> RecordingDevice:
     """A formatted ring with an empty history."""
     device = RecordingDevice.of_size(DATA_START + segments * segment_size)
-    format_device(device, segment_size)
+    format_device(device, segment_size, encryption=encryption or encrypted.by_option)
     return RecordingDevice(device.image)
 
 
@@ -57,7 +61,7 @@ class Bench:
     def open(self) -> Store:
         executor = self.make_executor()
         self.warm = WarmTier(self.directory / "warm", self.log_limit, executor, self.boot)
-        self.store = Store.open(self.device, "ring", executor, self.warm, self.options)
+        self.store = Store.open(self.device, "ring", executor, self.warm, self.options, KEY)
         return self.store
 
     def open_image(self, image: bytes | bytearray) -> Store:

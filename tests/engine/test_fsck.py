@@ -924,6 +924,9 @@ def test_one_bad_bit_or_block_anywhere_costs_no_more_than_itself(
         flip(device.image, address + data.draw(st.integers(0, BLOCK - 1)))
     report = repaired(device)
     bad = {finding.path for finding in report.lost}
+    # A finding says one name of a file, which may have others.
+    lost_data = {case.before[path].data for path in bad if path in case.before}
+    bad |= {path for path, file in case.before.items() if file.data in lost_data}
     found = case.show(device)
     kept = {p: f for p, f in found.items() if p not in bad}
     if report.is_clean or kind != "turned":

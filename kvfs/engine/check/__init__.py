@@ -54,7 +54,7 @@ def check(
     findings += mender.findings
     unmovable = unreadable(device, loaded.base, tables)
     findings += findings_of(loaded.base, unmovable)
-    findings += lost_keys(loaded, tables)
+    findings += lost_keys(device, loaded, tables)
     data = check_data(device, tables, progress)
     findings += data.findings
     faults = {finding.structure for finding in findings if not finding.is_lost}
