@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,13 @@ from kvfs.engine.format import (
     FormatError,
     RecordKind,
     Superblock,
+    unpack_key_entries,
+    unpack_key_parts,
 )
 from kvfs.engine.io import run
 from kvfs.engine.journal import extent_of
 from kvfs.engine.keys import PART_ENTRIES, Keys
+from kvfs.engine.ring import Frame
 from kvfs.engine.store import Store, StoreOptions
 from kvfs.engine.superblocks import Encryption
 from kvfs.engine.vault import Vault
@@ -169,25 +173,52 @@ def records(image: bytes | bytearray) -> list[Extent]:
     ]
 
 
-def known_vaults(image: bytes | bytearray) -> Iterator[Vault]:
-    """All that somebody with the master key gets out of an image: the keys of the key tables
-    of both superblocks, and of all frames that there are."""
+def known_vaults(image: bytes | bytearray, old: bytes = b"") -> Iterator[Vault]:
+    """All that somebody with the master key gets out of an image, and out of what lay in the
+    places of an old one: the keys in the key tables of both superblocks, in all tables that
+    these open, and in all frames."""
     device = RecordingDevice(bytearray(image))
     slots = read_slots(device, "ring")
     unlocked = Vault.unlock(slots.newest, KEY, "ring")
     for superblock in (slots.newest, slots.older):
         assert superblock is not None
         vault = read_base(device, superblock, unlocked).vault
-        for frame in all_frames(device, superblock):
-            vault.learn_if_possible(frame.items)
+        for source in (image, old or image):
+            frames = all_frames(RecordingDevice(bytearray(source)), superblock)
+            for frame in frames:
+                vault.learn_if_possible(frame.items)
+            for entries in tables_opened(vault, source, frames):
+                vault.keys.learn_from(Keys([entries]))
         yield vault
+
+
+def tables_opened(vault: Vault, image: bytes | bytearray, frames: list[Frame]) -> Iterator[Any]:
+    """Parts of key tables that any frame has, as far as the keys of a vault open them."""
+    secrets = [vault.turn.table, *(part.secret for part in vault.table)]
+    bodies = [
+        bytes(image[at : at + record.stored])
+        for frame in frames
+        for record in frame.records
+        if record.kind == RecordKind.KEYS
+        for at in [frame.header.address + record.payload]
+    ]
+    for secret in secrets:
+        for body in bodies:
+            with suppress(FormatError):
+                plain = vault.open_metadata(secret, body)
+                try:
+                    secrets += [
+                        p.secret for p in unpack_key_parts(plain) if p.secret not in secrets
+                    ]
+                except FormatError:
+                    yield unpack_key_entries(plain)
 
 
 def readable(before: bytes, after: bytes) -> set[int]:
     """The extents whose stored bytes, as an image of before has them, can be decrypted with
     what is in an image of after."""
     found = set()
-    for vault in known_vaults(after):
+    for vault in known_vaults(after, before):
         for extent in records(before):
             stored = memoryview(before)[extent.address : extent.address + extent.stored]
             out = memoryview(bytearray(extent.size))
@@ -204,7 +235,7 @@ def names_readable(before: bytes, after: bytes) -> bytes:
     device = RecordingDevice(bytearray(before))
     frames = all_frames(device, read_slots(device, "ring").newest)
     found = b""
-    for vault in known_vaults(after):
+    for vault in known_vaults(after, before):
         for frame in frames:
             for _, value in vault.opened_if_possible(frame.items):
                 found += value or b""
@@ -385,7 +416,8 @@ def test_no_nonce_ever_comes_twice_also_after_crashes_and_with_an_old_image(
             elif what == "kill":
                 again.open()
         run(again.store.sync())
-        writes += [(extent, bytes(image)) for extent in records(image)]
+        kept = bytes(image)
+        writes += [(extent, kept) for extent in records(kept)]
     seen: dict[tuple[int, bytes], bytes] = {}
     for extent, image in writes:
         stored = image[extent.address : extent.address + extent.stored]
