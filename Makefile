@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo agents test lint bench scale scenarios crash turnover posix clean
+.PHONY: help setup system demo agents test lint bench scale scenarios crash encrypted turnover posix clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ scale: setup ## A million layer files: time to mount, memory to serve them (minu
 
 crash: setup ## The long crash tests: minutes
 	$(BIN)/pytest -m crash_long
+
+encrypted: setup ## Tests of the engine and of crashes on encrypted rings (minutes)
+	$(BIN)/pytest -n logical --dist loadfile --encrypted tests/engine tests/crash tests/mount_tools/test_keys.py
 
 turnover: setup ## A nearly full ring turned over ten times, with kills; every byte is checked
 	$(BIN)/python scripts/turnover.py

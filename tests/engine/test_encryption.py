@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from hypothesis import strategies as st
 
 from kvfs.engine import ciphers
 from kvfs.engine.check import check
-from kvfs.engine.check.frames import all_frames
 from kvfs.engine.check.load import read_base
 from kvfs.engine.check.slots import read_slots
 from kvfs.engine.ciphers import seal, unseal
@@ -27,17 +24,11 @@ from kvfs.engine.format import (
     ROOT_INODE,
     SUPERBLOCK_ADDRESSES,
     Cipher,
-    Extent,
     FormatError,
-    RecordKind,
     Superblock,
-    unpack_key_entries,
-    unpack_key_parts,
 )
 from kvfs.engine.io import run
-from kvfs.engine.journal import extent_of
 from kvfs.engine.keys import PART_ENTRIES, Keys
-from kvfs.engine.ring import Frame
 from kvfs.engine.store import Store, StoreOptions
 from kvfs.engine.superblocks import Encryption
 from kvfs.engine.vault import Vault
@@ -54,6 +45,7 @@ from tests.engine.kit import (
     noise,
     wipe,
 )
+from tests.support.attacker import known_vaults, names_readable, readable, records
 from tests.support.devices import RecordingDevice, Written
 from tests.support.encrypted import ENCRYPTION, KEY
 
@@ -159,87 +151,6 @@ def test_a_master_key_is_slow_to_guess() -> None:
 
 
 # -- what a removal leaves ---------------------------------------------------------------
-
-
-def records(image: bytes | bytearray) -> list[Extent]:
-    """Every extent that any frame in an image names."""
-    device = RecordingDevice(bytearray(image))
-    newest = read_slots(device, "ring").newest
-    return [
-        extent_of(frame.header, record)
-        for frame in all_frames(device, newest)
-        for record in frame.records
-        if record.kind == RecordKind.DATA
-    ]
-
-
-def known_vaults(image: bytes | bytearray, old: bytes = b"") -> Iterator[Vault]:
-    """All that somebody with the master key gets out of an image, and out of what lay in the
-    places of an old one: the keys in the key tables of both superblocks, in all tables that
-    these open, and in all frames."""
-    device = RecordingDevice(bytearray(image))
-    slots = read_slots(device, "ring")
-    unlocked = Vault.unlock(slots.newest, KEY, "ring")
-    for superblock in (slots.newest, slots.older):
-        assert superblock is not None
-        vault = read_base(device, superblock, unlocked).vault
-        for source in (image, old or image):
-            frames = all_frames(RecordingDevice(bytearray(source)), superblock)
-            for frame in frames:
-                vault.learn_if_possible(frame.items)
-            for entries in tables_opened(vault, source, frames):
-                vault.keys.learn_from(Keys([entries]))
-        yield vault
-
-
-def tables_opened(vault: Vault, image: bytes | bytearray, frames: list[Frame]) -> Iterator[Any]:
-    """Parts of key tables that any frame has, as far as the keys of a vault open them."""
-    secrets = [vault.turn.table, *(part.secret for part in vault.table)]
-    bodies = [
-        bytes(image[at : at + record.stored])
-        for frame in frames
-        for record in frame.records
-        if record.kind == RecordKind.KEYS
-        for at in [frame.header.address + record.payload]
-    ]
-    for secret in secrets:
-        for body in bodies:
-            with suppress(FormatError):
-                plain = vault.open_metadata(secret, body)
-                try:
-                    secrets += [
-                        p.secret for p in unpack_key_parts(plain) if p.secret not in secrets
-                    ]
-                except FormatError:
-                    yield unpack_key_entries(plain)
-
-
-def readable(before: bytes, after: bytes) -> set[int]:
-    """The extents whose stored bytes, as an image of before has them, can be decrypted with
-    what is in an image of after."""
-    found = set()
-    for vault in known_vaults(after, before):
-        for extent in records(before):
-            stored = memoryview(before)[extent.address : extent.address + extent.stored]
-            out = memoryview(bytearray(extent.size))
-            try:
-                vault.open_extent(extent, stored, out)
-            except FormatError:
-                continue
-            found.add(extent.extent_id)
-    return found
-
-
-def names_readable(before: bytes, after: bytes) -> bytes:
-    """All names and values in the frames of one image that the keys of another open."""
-    device = RecordingDevice(bytearray(before))
-    frames = all_frames(device, read_slots(device, "ring").newest)
-    found = b""
-    for vault in known_vaults(after, before):
-        for frame in frames:
-            for _, value in vault.opened_if_possible(frame.items):
-                found += value or b""
-    return found
 
 
 def used_by(store: Store, name: bytes) -> set[int]:
@@ -422,7 +333,8 @@ def test_no_nonce_ever_comes_twice_also_after_crashes_and_with_an_old_image(
     for extent, image in writes:
         stored = image[extent.address : extent.address + extent.stored]
         known = seen.setdefault((extent.key_id, stored[:NONCE_SIZE]), stored)
-        assert known == stored, "one nonce, two texts"
+        if known != stored:
+            pytest.fail(f"one nonce for two texts: extent {extent.extent_id}")
     assert seen
 
 
