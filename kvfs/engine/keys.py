@@ -8,7 +8,7 @@ for `find`, which others may call.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 import numpy as np
@@ -89,10 +89,10 @@ class Keys:
 
     def apply(self, extents: list[Extent], items: list[Item], dead: list[Extent]) -> None:
         """A commit unit is in the ring: extents came and went, and inodes."""
-        for ino, value in _inodes(items):
-            if value is not None and ino in self._fresh:
-                self._store(ino, self._fresh.pop(ino))
-                self._told.discard(ino)
+        made = {ino for ino, value in _inodes(items) if value is not None} & self._fresh.keys()
+        if made:
+            self._store({ino: self._fresh.pop(ino) for ino in made})
+            self._told -= made
         for extent in extents:
             self._count_extent(extent, 1)
         for extent in dead:
@@ -129,19 +129,22 @@ class Keys:
     def _find_stored(self, ino: int) -> int | None:
         return _place(self.parts[self._part_of(ino)], ino)
 
-    def _store(self, ino: int, secret: bytes) -> None:
-        number = self._part_of(ino)
-        entries = self.parts[number]
-        at = int(np.searchsorted(entries["ino"], np.uint64(ino)))
-        entry = np.array([(ino, 0, True, secret)], KEY_ENTRY)
-        self.parts[number] = np.concatenate([entries[:at], entry, entries[at:]])
-        self.changed.add(number)
-        self._count += 1
-        if self._count > PART_ENTRIES * len(self.parts):
+    def _store(self, secrets: dict[int, bytes]) -> None:
+        """Those of new inodes."""
+        by_part: dict[int, list[tuple[int, int, bool, bytes]]] = defaultdict(list)
+        for ino, secret in secrets.items():
+            by_part[self._part_of(ino)].append((ino, 0, True, secret))
+        for number, added in by_part.items():
+            entries = np.concatenate([self.parts[number], np.array(added, KEY_ENTRY)])
+            self.parts[number] = entries[np.argsort(entries["ino"])]
+        self.changed.update(by_part)
+        self._count += len(secrets)
+        while self._count > PART_ENTRIES * len(self.parts):
             self._divide()
 
     def _divide(self) -> None:
-        entries = np.sort(np.concatenate(self.parts), order="ino")
+        entries = np.concatenate(self.parts)
+        entries = entries[np.argsort(entries["ino"])]
         count = 2 * len(self.parts)
         shift = np.uint64(_HASH_BITS + 1 - count.bit_length())
         numbers = (entries["ino"] * np.uint64(_HASH)) >> shift
