@@ -53,7 +53,9 @@ class Keys:
         fresh = self._fresh.get(ino)
         if fresh is not None:
             return fresh
-        entries = self.parts[self._part_of(ino)]
+        # Another thread sees one list or the other when parts are divided, not both.
+        parts = self.parts
+        entries = parts[_part_of(ino, len(parts))]
         at = _place(entries, ino)
         return None if at is None else entries["secret"][at].tobytes()
 
@@ -91,7 +93,10 @@ class Keys:
         """A commit unit is in the ring: extents came and went, and inodes."""
         made = {ino for ino, value in _inodes(items) if value is not None} & self._fresh.keys()
         if made:
-            self._store({ino: self._fresh.pop(ino) for ino in made})
+            self._store({ino: self._fresh[ino] for ino in made})
+            # Only now: other threads look here first.
+            for ino in made:
+                del self._fresh[ino]
             self._told -= made
         for extent in extents:
             self._count_extent(extent, 1)
@@ -146,14 +151,12 @@ class Keys:
         entries = np.concatenate(self.parts)
         entries = entries[np.argsort(entries["ino"])]
         count = 2 * len(self.parts)
-        shift = np.uint64(_HASH_BITS + 1 - count.bit_length())
-        numbers = (entries["ino"] * np.uint64(_HASH)) >> shift
+        numbers = (entries["ino"] * np.uint64(_HASH)) >> np.uint64(_shift(count))
         self.parts = [entries[numbers == number] for number in range(count)]
         self.changed = set(range(count))
 
     def _part_of(self, ino: int) -> int:
-        shift = _HASH_BITS + 1 - len(self.parts).bit_length()
-        return ((ino * _HASH) & (1 << _HASH_BITS) - 1) >> shift
+        return _part_of(ino, len(self.parts))
 
     def learn_from(self, other: Keys) -> None:
         """What another table has and this one lacks."""
@@ -197,6 +200,15 @@ class Keys:
             self._count += len(self.parts[number])
         self._dead.clear()
         self.changed.clear()
+
+
+def _part_of(ino: int, count: int) -> int:
+    return ((ino * _HASH) & (1 << _HASH_BITS) - 1) >> _shift(count)
+
+
+def _shift(count: int) -> int:
+    """The highest bits of the hash are the number of one of so many parts, a power of two."""
+    return _HASH_BITS + 1 - count.bit_length()
 
 
 def _place(entries: Part, ino: int) -> int | None:
