@@ -10,7 +10,7 @@ import typer
 
 import kvfs
 from kvfs.engine.device import DeviceError
-from mount_tools import fork, fsck, log, ls, mkfs, mount, profile, replay, stat, umount
+from mount_tools import fork, fsck, log, ls, mkfs, mount, profile, replay, scrub, stat, umount
 from mount_tools.common import CommandError, describe_os_error, warn
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app.command()(mkfs.mkfs)
 app.command()(mount.mount)
 app.command()(umount.umount)
 app.command()(fsck.fsck)
+app.command()(scrub.scrub)
 app.command()(ls.ls)
 app.command()(stat.stat)
 app.command()(fork.fork)

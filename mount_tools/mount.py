@@ -48,6 +48,18 @@ log = logging.getLogger(__name__)
 _FUSE_CONFIG = Path("/etc/fuse.conf")
 _SYSTEM_LOGS = Path("/var/log/kvfs")
 
+_DAY_SECONDS = 24 * 3600
+_SCRUB_RATE_MIN = 64 * 1024
+
+
+def _parse_rate(text: str) -> int:
+    rate = parse_size(text)
+    if rate < _SCRUB_RATE_MIN:
+        raise typer.BadParameter(
+            f"{text!r} is less than 64K a second; to scrub only by kvfs scrub, use --scrub-every 0"
+        )
+    return rate
+
 
 def mount(
     mountpoint: Annotated[
@@ -111,6 +123,18 @@ def mount(
             show_default=False,
         ),
     ] = None,
+    scrub_rate: Annotated[
+        int,
+        typer.Option(
+            parser=_parse_rate, metavar="SIZE", help="What a scrub reads a second, at most."
+        ),
+    ] = "64M",  # type: ignore[assignment]  # parsed like what is given
+    scrub_every: Annotated[
+        float,
+        typer.Option(
+            metavar="DAYS", min=0, help="Between scrubs of the ring; 0: only by kvfs scrub."
+        ),
+    ] = 7,
     reclaim: Annotated[
         bool,
         typer.Option(
@@ -147,6 +171,7 @@ def mount(
     def make_config() -> MountConfig:
         from kvfs.engine.store import StoreOptions
         from kvfs.mount.config import MountConfig
+        from kvfs.mount.scrubbing import ScrubOptions
 
         return MountConfig(
             mountpoint=mountpoint,
@@ -156,6 +181,7 @@ def mount(
             options=chosen,
             deadline_seconds=deadline,
             profile=tiers,
+            scrub=ScrubOptions(scrub_rate, scrub_every * _DAY_SECONDS),
             store=StoreOptions(
                 checkpoint_seconds=checkpoint or tiers.checkpoint_seconds,
                 reclaim=reclaim,

@@ -14,7 +14,10 @@ from mount_tools.options import is_known, parse_options, split_options
 _USAGE, _FAILURE = 1, 32
 
 # Options of `kvfs mount` that a line of fstab may set as NAME=VALUE.
-_SETTINGS = ("warm-dir", "warm", "log", "deadline", "checkpoint", "profile", "key-file", "keyring")
+_SETTINGS = (
+    "warm-dir", "warm", "log", "deadline", "checkpoint", "profile", "scrub-rate", "scrub-every",
+    "key-file", "keyring",
+)  # fmt: skip
 _SWITCHES = {"reclaim": "--reclaim", "noreclaim": "--no-reclaim"}
 
 # What mount(8), systemd and the kernel keep for themselves, or what holds anyway.

@@ -13,6 +13,7 @@ from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.format import SuperblockFlag
 from kvfs.engine.superblocks import read_superblocks
 from kvfs.mount.mounts import Mount, find_mount
+from kvfs.tiers.oplog import current_boot, log_at
 from mount_tools.common import CommandError, parse_path
 from mount_tools.mountpoints import State, canonical, detach, read_stats, state_of
 from mount_tools.processes import holders_of, process_of, wait_for_end
@@ -111,8 +112,14 @@ def _check_clean_end(source: Path) -> None:
             device.close()
     except DeviceError as failure:
         raise CommandError(f"unmounted, but its end cannot be checked: {failure}") from None
-    if not superblock.flags & SuperblockFlag.CLEAN:
+    if superblock.flags & SuperblockFlag.CLEAN:
+        return
+    if log_at(superblock.oplog_home, current_boot()) is None:
         raise CommandError(
-            f"unmounted, but the daemon did not end well (its log says why); what it had "
-            f"answered is kept in memory and recovered by the next kvfs mount of {source}"
+            f"unmounted, and all of it is in the ring, but its index is damaged (the daemon's log "
+            f"says where); repair it with: kvfs fsck {source} --repair"
         )
+    raise CommandError(
+        f"unmounted, but the daemon did not end well (its log says why); what it had "
+        f"answered is kept in memory and recovered by the next kvfs mount of {source}"
+    )

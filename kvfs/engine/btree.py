@@ -23,7 +23,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.io import Completion, Step, wait
 from kvfs.engine.metadata import EncodedRecord
-from kvfs.engine.nodecache import NodeCache
+from kvfs.engine.nodecache import NodeCache, UnreadableNode
 from kvfs.engine.vault import Vault
 
 NODE_SIZE = 16 * 1024  # packed, before compression
@@ -88,6 +88,49 @@ def pointers(nodes: NodeCache, root: Pointer) -> Step[list[Pointer]]:
         for number in range(node.count):
             found += yield from pointers(nodes, Pointer.unpack(node.value(number)))
     return found
+
+
+def leaf_end(nodes: NodeCache, root: Pointer, key: bytes) -> Step[bytes | None]:
+    """The lowest key beyond the leaf that a key belongs to, or beyond all that is below a node that
+    cannot be read; None where there is none."""
+    pointer, end = root, None
+    while pointer.stored:
+        try:
+            node = yield from nodes.load(pointer)
+        except UnreadableNode:
+            break
+        if node.level == 0:
+            break
+        number = _child(node, key)
+        if number + 1 < node.count:
+            end = node.key(number + 1)
+        pointer = Pointer.unpack(node.value(number))
+    return end
+
+
+def leaves_from(
+    nodes: NodeCache, root: Pointer, key: bytes
+) -> Step[tuple[list[Pointer], bytes | None]]:
+    """The nodes on the way to a key, the leaf it belongs to and its later siblings; and the lowest
+    key beyond them, None where there is none. Ends with a node that cannot be read."""
+    found: list[Pointer] = []
+    pointer, end = root, None
+    while pointer.stored:
+        found.append(pointer)
+        try:
+            node = yield from nodes.load(pointer)
+        except UnreadableNode:
+            break
+        if node.level == 0:
+            break
+        number = _child(node, key)
+        if node.level == 1:
+            found += [Pointer.unpack(node.value(at)) for at in range(number, node.count)]
+            break
+        if number + 1 < node.count:
+            end = node.key(number + 1)
+        pointer = Pointer.unpack(node.value(number))
+    return found, end
 
 
 def _lower(node: TreeNode, key: bytes) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -32,6 +33,7 @@ from kvfs.engine.index import Index
 from kvfs.engine.io import Executor, Step, Urgency, wait
 from kvfs.engine.journal import extent_of
 from kvfs.engine.metadata import pointer_to
+from kvfs.engine.nodecache import UnreadableNode
 from kvfs.engine.ring import Ring, read_header, read_table
 from kvfs.engine.writeback import Payload
 
@@ -144,13 +146,14 @@ def _place_in_files(live: LiveRecord) -> tuple[int, int, int]:
 def carry(
     device: Device, executor: Executor, index: Index, group: list[LiveRecord]
 ) -> Step[Carried]:
-    """Read a group. Raises OSError."""
+    """Read a group. Raises OSError when the device does not give it."""
     payloads = yield from wait(executor.submit(partial(_read, device, group), Urgency.WRITE_BACK))
     items: list[Item] = []
     for ino in sorted({live.record.object_id for live in group}):
-        value = yield from index.committed(inode_key(ino))
-        if value is not None:
-            items.append((summary_key(ino), value))
+        with suppress(UnreadableNode):  # what is there of it may as well lie elsewhere
+            value = yield from index.committed(inode_key(ino))
+            if value is not None:
+                items.append((summary_key(ino), value))
     old = [extent_of(live.header, live.record) for live in group]
     return Carried(old, payloads, items)
 

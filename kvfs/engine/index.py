@@ -32,7 +32,7 @@ from kvfs.engine.format import (
     round_up,
 )
 from kvfs.engine.io import Step
-from kvfs.engine.nodecache import NodeCache
+from kvfs.engine.nodecache import NodeCache, UnreadableNode
 from kvfs.engine.vault import Vault
 
 
@@ -212,7 +212,8 @@ class Index:
         self._moved_bytes += taken
 
     def update(self, make: Callable[[], Rewrite]) -> Step[TreeUpdate]:
-        """Bring what is recent into the trees; until `checkpointed` it stays above them."""
+        """Bring what is recent into the trees; until `checkpointed` it stays above them. Raises
+        UnreadableNode, with nothing changed; OSError when the device fails."""
         assert not self._merging, "one checkpoint at a time"
         merging = self._merging = self._recent
         self._recent = SortedDict()
@@ -221,11 +222,17 @@ class Index:
         names = [change for change in changes if change[0][0] != TABLE_EXTENTS]
         extents = [change for change in changes if change[0][0] == TABLE_EXTENTS]
         of_names, of_extents = make(), make()
-        after = replace(
-            self.checkpoint,
-            names=(yield from of_names.run(self.checkpoint.names, names)),
-            extents=(yield from of_extents.run(self.checkpoint.extents, extents)),
-        )
+        try:
+            after = replace(
+                self.checkpoint,
+                names=(yield from of_names.run(self.checkpoint.names, names)),
+                extents=(yield from of_extents.run(self.checkpoint.extents, extents)),
+            )
+        except UnreadableNode:
+            merging.update(self._recent)
+            self._recent, self._merging = merging, SortedDict()
+            self._count_recent()
+            raise
         update = TreeUpdate(
             after,
             replaced=[*of_names.replaced, *of_extents.replaced],
@@ -240,6 +247,9 @@ class Index:
         self._merging = SortedDict()
         self._moved = set()
         self._moved_bytes = 0
+        self._count_recent()
+
+    def _count_recent(self) -> None:
         self._recent_bytes = sum(len(value or b"") for value in self._recent.values())
 
 

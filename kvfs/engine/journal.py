@@ -135,7 +135,7 @@ def replay(
             frames += len(unit)
             unit = []
     clean = superblock.flags & SuperblockFlag.CLEAN
-    damage = None if clean else damage_behind(device, ring, end)
+    damage = None if clean else damage_behind(device, ring, superblock, end)
     return Replayed(operation, frames, damage)
 
 
@@ -199,7 +199,7 @@ def _places(position: Position) -> list[tuple[int, int]]:
     return places
 
 
-def damage_behind(device: Device, ring: Ring, end: Position) -> str | None:
+def damage_behind(device: Device, ring: Ring, superblock: Superblock, end: Position) -> str | None:
     """A frame behind the end of the log that says the log went on, durably. It may be in
     any segment whose first frame is of a later sequence."""
     places = _places(end)
@@ -210,7 +210,9 @@ def damage_behind(device: Device, ring: Ring, end: Position) -> str | None:
     for segment, offset in dict.fromkeys(places):
         for start in frame_starts(device, ring.geometry, segment, offset):
             header = header_at(device, ring, segment, start)
-            if header is not None and header.flushed >= end.sequence:
+            if header is None or is_stale(header, superblock):
+                continue
+            if header.flushed >= end.sequence:
                 return (
                     f"frame {end.sequence} had been flushed and is not whole (segment "
                     f"{end.segment}, byte {end.offset}): frame {header.sequence} says so"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvfs.engine import journal
 from kvfs.engine.device import Device, DeviceError
-from kvfs.engine.format import EXTENT_SIZE_MAX, FormatError, Superblock
+from kvfs.engine.format import EXTENT_SIZE_MAX, ROOT_INODE, FormatError, Superblock
 from kvfs.engine.index import Index
 from kvfs.engine.io import InlineExecutor, run
 from kvfs.engine.keytable import read_table
@@ -90,6 +91,8 @@ def _load(
     extent_max = min(limit, superblock.segment_size // _FRACTION_OF_SEGMENT)
     state = State(index, vault.hash_key, extent_max, nodes_max)
     run(state.load_counts())
+    with suppress(FileNotFoundError):  # nothing was written yet
+        run(state.nodes.node(ROOT_INODE))
     damage = replayed.damage and (
         f"{name} is damaged: {replayed.damage}; mounted read-only; unmount it, then repair it "
         f"with: kvfs fsck {name} --repair"

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from cachetools import LRUCache
+
 from kvfs.engine import metadata
 from kvfs.engine.buffers import aligned
 from kvfs.engine.device import Device
@@ -22,12 +24,18 @@ from kvfs.engine.vault import Vault
 log = logging.getLogger(__name__)
 
 _NODE_OVERHEAD = 512
+_TOLD_MAX = 65_536
+
+
+class UnreadableNode(OSError):
+    """A node of the index is not what was written, or the device does not give it (EIO)."""
 
 
 @dataclass(slots=True)
 class NodeCache:
     """At most `size` bytes of nodes, the last used, and more only for who needs more at one
-    moment; `held` are now. Belongs to the loop's thread; reads run in others."""
+    moment; `held` are now. `errors` counts the `unreadable` ones, each once. Belongs to the loop's
+    thread; reads run in others."""
 
     device: Device
     executor: Executor
@@ -35,12 +43,14 @@ class NodeCache:
     size: int
     vault: Vault = field(default_factory=lambda: Vault(b""))
     held: int = 0
+    unreadable: LRUCache[Pointer, None] = field(default_factory=lambda: LRUCache(_TOLD_MAX))
+    errors: int = 0
     _nodes: OrderedDict[Pointer, TreeNode] = field(default_factory=OrderedDict)
     _loading: dict[Pointer, Completion[TreeNode]] = field(default_factory=dict)
     _gathering: int = 0
 
     def load(self, pointer: Pointer) -> Step[TreeNode]:
-        """Raises OSError: EIO for a node that is not what was written."""
+        """Raises UnreadableNode."""
         node = self._nodes.get(pointer)
         if node is not None:
             self._nodes.move_to_end(pointer)
@@ -49,7 +59,22 @@ class NodeCache:
         if loading is None:
             loading = self._loading[pointer] = self._start(pointer)
             loading.when_done(partial(self._finished, pointer, loading))
-        return (yield from wait(loading))
+        try:
+            return (yield from wait(loading))
+        except OSError as failure:
+            text = os.strerror(errno.EIO)
+            raise UnreadableNode(errno.EIO, text, failure.filename or str(failure)) from None
+
+    def find(self, pointer: Pointer) -> TreeNode | None:
+        """If it is here. Not as a use of it."""
+        return self._nodes.get(pointer)
+
+    def saw_unreadable(self, pointer: Pointer, why: object) -> None:
+        """Told and counted once."""
+        if pointer not in self.unreadable:
+            self.unreadable[pointer] = None
+            self.errors += 1
+            log.error("a node of the index cannot be read: %s", why)
 
     def keep(self, pointer: Pointer, node: TreeNode) -> None:
         """It is known without being read: it was just written."""
@@ -86,7 +111,7 @@ class NodeCache:
         del self._loading[pointer]
         self.ring.unpin(pointer.address)
         if loading.error is not None:
-            log.error("a node of the index cannot be read: %s", loading.error)
+            self.saw_unreadable(pointer, loading.error)
         else:
             self.keep(pointer, loading.result())
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from cachetools import LRUCache
+
 from kvfs.engine import codec
 from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.buffers import BufferPool, is_aligned
@@ -28,6 +30,7 @@ from kvfs.engine.vault import Vault
 
 log = logging.getLogger(__name__)
 
+_ROTTEN_MAX = 65_536
 _BUFFER_SIZES = (64 * 1024, EXTENT_SIZE_MAX)
 
 
@@ -64,7 +67,7 @@ class Target:
 
 @dataclass(slots=True)
 class ReadErrors:
-    """Counters, one for each kind of error."""
+    """Counters: reads that the device refused; extents that are not what was written, each once."""
 
     device: int = 0
     checksum: int = 0
@@ -96,6 +99,7 @@ class ExtentReader:
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._by_extent: dict[int, Chunk] = {}
         self.errors = ReadErrors()
+        self._rotten: LRUCache[int, None] = LRUCache(_ROTTEN_MAX)
         self.latencies = Latencies()
         self.asked_for = 0
 
@@ -143,6 +147,13 @@ class ExtentReader:
             self._ring.unpin(address)
             if scratch is not None:
                 self._give(scratch)
+            if reading.error is not None:
+                self.errors.device += 1
+                return
+            good = reading.result()
+            for target in targets:
+                if target.extent not in good:
+                    self.saw_rot(target.extent)
 
         reading.when_done(finished)
         return reading
@@ -180,6 +191,16 @@ class ExtentReader:
             raise OSError(errno.EIO, f"extent {extent.extent_id} fails its checksum")
         start = chunk.starts[extent.extent_id]
         return [Kept(chunk.buffer, start, start + extent.size, None)]
+
+    def saw_rot(self, extent: Extent) -> bool:
+        """An extent is not what was written. Counted and told once; whether it is new."""
+        if extent.extent_id in self._rotten:
+            return False
+        self._rotten[extent.extent_id] = None
+        self.errors.checksum += 1
+        place = (extent.extent_id, extent.address)
+        log.error("extent %d at byte %d of the device fails its checksum", *place)
+        return True
 
     def pin(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
@@ -223,11 +244,9 @@ class ExtentReader:
         self.latencies.saw(time.monotonic() - chunk.started)
         if scratch is not None:
             self._give(scratch)
-        self.errors.checksum += len(chunk.bad)
         for extent in chunk.extents:
             if extent.extent_id in chunk.bad:
-                place = (extent.extent_id, extent.address)
-                log.error("extent %d at byte %d of the device fails its checksum", *place)
+                self.saw_rot(extent)
         if chunk.read.error is not None:
             self.errors.device += 1
             self._evict(chunk)

@@ -41,11 +41,13 @@ from kvfs.engine.io import (
     wait_all,
 )
 from kvfs.engine.loading import Loaded, load_newest
+from kvfs.engine.nodecache import UnreadableNode
 from kvfs.engine.nodes import Node, error, nearest_time
 from kvfs.engine.policy import Policy
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.reclaim import Reclaimer
 from kvfs.engine.ring import Ring
+from kvfs.engine.scrub import Scrub
 from kvfs.engine.space import Purpose, Space, changes, cost
 from kvfs.engine.state import CODEC_XATTR, Done
 from kvfs.engine.superblocks import read_superblocks, write_superblock
@@ -134,10 +136,14 @@ class Store:
         self._admission = Admission(
             self._writer, self._space, buffer, self._reclaimer, self.drop_free
         )
+        self.scrub = Scrub(
+            device, self._writer, self._reader, buffer, self._units, self.rewrite,
+            lambda: not self.read_only,
+        )  # fmt: skip
         self._freed = 0
         self._booked = time.monotonic()
-        self.damage = loaded.damage
-        self.read_only = device.read_only or loaded.damage is not None
+        self._found_damage = loaded.damage
+        self._is_fixed = device.read_only or loaded.damage is not None
 
     # -- opening and closing
 
@@ -174,20 +180,30 @@ class Store:
     def close(self) -> Step[None]:
         """Everything into the ring, a checkpoint, and the mark of a clean end. Raises
         OSError when the device fails; the buffer then keeps what the ring lacks."""
-        if self.read_only:
+        if self._is_fixed:
             self._buffer.close(keep=False)
             return
         try:
             self._writer.check()
-            yield from self._drop_orphans()
-            yield from self._units.book()
-            yield from self._writer.checkpoint(closing=True)
+            for step in (self._drop_orphans, self._units.book):
+                with suppress(UnreadableNode):
+                    yield from step()
+            yield from self._last_checkpoint()
             yield from self._writer.finished()
             self._writer.check()
         except BaseException:
             self._buffer.close(keep=True)
             raise
         self._buffer.close(keep=False)
+
+    def _last_checkpoint(self) -> Step[None]:
+        """Where the index of before cannot be read the log has it all."""
+        try:
+            yield from self._writer.checkpoint(closing=True)
+        except OSError:
+            if self._writer.damage is None:
+                raise
+            yield from self._writer.sync()
 
     def _begin(self, device: Device, ring: Ring) -> None:
         """A new epoch: ids and frames of this mount cannot be taken for older ones."""
@@ -242,6 +258,15 @@ class Store:
     @property
     def superblock(self) -> Superblock:
         return self._writer.superblock
+
+    @property
+    def damage(self) -> str | None:
+        """Why nothing can be changed, if the ring is damaged."""
+        return self._found_damage or self._writer.damage
+
+    @property
+    def read_only(self) -> bool:
+        return self._is_fixed or self._writer.damage is not None
 
     @property
     def reader(self) -> ExtentReader:
@@ -378,6 +403,11 @@ class Store:
         return self._writer.counters
 
     @property
+    def index_errors(self) -> int:
+        """Nodes of the index that could not be read, each once."""
+        return self._writer.index.nodes.errors
+
+    @property
     def failure(self) -> str | None:
         """Why nothing more can be written, if so."""
         failure = self._writer.failure
@@ -469,7 +499,7 @@ class Store:
 
     def write_back(self) -> Step[None]:
         """Everything that was answered is in the ring on return, if not durable."""
-        if not self.read_only:
+        if not self._is_fixed:
             yield from self._writer.written()
 
     def rewrite(self, ino: int, offset: int, length: int) -> Step[bool]:
@@ -664,7 +694,7 @@ class Store:
 
     def sync(self) -> Step[None]:
         """Everything that was answered is durable on return. Raises OSError EIO."""
-        if not self.read_only:
+        if not self._is_fixed:
             yield from self._writer.sync()
 
     def checkpoint(self) -> Step[None]:
@@ -680,7 +710,7 @@ class Store:
         """Call about once a second: what is answered is written within 5 s, flushed
         within 30 s, and checkpointed as the options say."""
         writer, options = self._writer, self._options
-        if self.read_only or writer.failure:
+        if self._is_fixed or writer.failure:
             return
         now = time.monotonic()
         waits_since = writer.waits_since
@@ -689,21 +719,30 @@ class Store:
         unflushed = self._space.ring.flushed < writer.committed_sequence
         if unflushed and now - writer.flush_time > _FLUSH_SECONDS - _WRITE_SECONDS:
             yield from writer.flush()
+        if writer.damage is not None:
+            return
         written = writer.bytes_since_checkpoint
         due = now - writer.checkpoint_time > options.checkpoint_seconds
         long = written > options.checkpoint_bytes
         many = writer.index.changes > options.checkpoint_changes
         if (due and written) or long or many or writer.ids_are_short or writer.is_to_erase:
             yield from writer.checkpoint()
-        yield from self.drop_free()
-        if now - self._booked > _BOOKED_SECONDS or self._units.to_book > _TO_BOOK_MAX:
-            self._booked = now
-            yield from self._units.book(_BOOKED_A_TICK)
-        usage = self.usage()
-        yield from self._reclaimer.expire(is_filling=usage.free < usage.total * 3 // 10)
+        for step in (self.drop_free, self._book, self._expire):
+            with suppress(UnreadableNode):  # what is damaged does not keep up the rest
+                yield from step()
         if self._space.is_short and self._space.is_worth_cleaning:
             yield from writer.clean()
             yield from writer.checkpoint()
+
+    def _book(self) -> Step[None]:
+        now = time.monotonic()
+        if now - self._booked > _BOOKED_SECONDS or self._units.to_book > _TO_BOOK_MAX:
+            self._booked = now
+            yield from self._units.book(_BOOKED_A_TICK)
+
+    def _expire(self) -> Step[None]:
+        usage = self.usage()
+        yield from self._reclaimer.expire(is_filling=usage.free < usage.total * 3 // 10)
 
 
 def _check_no_log_elsewhere(superblock: Superblock, buffer: Buffer, name: str) -> None:

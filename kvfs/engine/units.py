@@ -10,6 +10,7 @@ import heapq
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -24,6 +25,7 @@ from kvfs.engine.format import (
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import Step
+from kvfs.engine.nodecache import UnreadableNode
 from kvfs.engine.policy import Policy
 from kvfs.engine.state import State
 
@@ -213,17 +215,18 @@ class Units:
         for ino, used_ns in used.items():
             try:
                 node = yield from self.state.nodes.node(ino)
-            except FileNotFoundError:
-                continue  # it is gone
-            # What is none any longer is found out before it is removed.
-            directory = ino if node.is_directory else node.inode.parent
-            session = yield from self._session_of(directory, known)
+                # What is none any longer is found out before it is removed.
+                directory = ino if node.is_directory else node.inode.parent
+                session = yield from self._session_of(directory, known)
+            except (FileNotFoundError, UnreadableNode):
+                continue  # it is gone, or cannot be found
             if not session and node.is_directory:
                 continue  # the directory of a pool is no unit
             unit = session or ino
             latest[unit] = max(used_ns, latest.get(unit, 0))
         for ino, used_ns in latest.items():
-            yield from self._book(ino, used_ns)
+            with suppress(UnreadableNode):
+                yield from self._book(ino, used_ns)
         if self.policy is not None:
             _tell(self.policy, latest)
         # Not before it is noted: whoever asks meanwhile finds it in one place or the other.

@@ -21,7 +21,7 @@ from kvfs.engine import cleaner, journal, keytable, metadata
 from kvfs.engine.btree import Rewrite
 from kvfs.engine.buffer import Buffer
 from kvfs.engine.buffers import BufferPool
-from kvfs.engine.cleaner import LiveRecord
+from kvfs.engine.cleaner import Carried
 from kvfs.engine.codec import AutoCodec
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
@@ -38,6 +38,7 @@ from kvfs.engine.format import (
 from kvfs.engine.index import Index
 from kvfs.engine.io import Completion, Executor, Step, Urgency, wait, wait_all
 from kvfs.engine.metadata import EncodedRecord
+from kvfs.engine.nodecache import UnreadableNode
 from kvfs.engine.nodes import error
 from kvfs.engine.ring import PlacedFrame, Ring
 from kvfs.engine.space import Purpose, Space
@@ -118,6 +119,7 @@ class Writer:
         self.auto = AutoCodec()
         self.counters = Counters()
         self.failure: BaseException | None = None
+        self.damage: str | None = None
         self.next_id = self.superblock.id_floor
         self.unsaved = 0
         self.committed_sequence = self.ring.position.sequence - 1
@@ -253,9 +255,12 @@ class Writer:
         yield from wait(self._flushing)
 
     def checkpoint(self, *, closing: bool = False) -> Step[None]:
-        """The index on the device describes everything answered before."""
+        """The index on the device describes everything answered before. Raises OSError EIO, also
+        when the index of before cannot be read: `damage` then says so, and no more is made."""
         self.check()
         self.seal()
+        if self.damage is not None:
+            raise error(errno.EIO, self.damage)
         if self._checkpoint is None:
             self._checkpoint = _Checkpoint()
         wanted = self._checkpoint
@@ -415,35 +420,41 @@ class Writer:
 
     def _clean_segment(self, segment: int) -> Step[None]:
         submit, ring = self._submit, self.ring
-        found = yield from wait(submit(partial(cleaner.survey, self.device, ring, segment)))
-        if found.taken != ring.live_bytes(segment):
-            log.error("segment %d cannot be cleaned: its frames cannot be read", segment)
-            ring.unmovable.add(segment)
-            return
         try:
+            found = yield from wait(submit(partial(cleaner.survey, self.device, ring, segment)))
+            if found.taken != ring.live_bytes(segment):
+                raise FormatError("its frames cannot be read")
             keys = partial(cleaner.first_keys, self.device, found.nodes)
             taken = sum(round_up(node.stored) for node in found.nodes)
             self.index.move((yield from wait(submit(keys))), taken)
-        except FormatError as fault:
-            log.error("segment %d cannot be cleaned: %s", segment, fault)
-            ring.unmovable.add(segment)
+        except (FormatError, OSError) as fault:
+            self._leave(segment, fault)
             return
         for pointer in found.others:
-            self._rewrite_part(pointer)
+            self.rewrite_part(pointer)
         for group in cleaner.groups(found.data):
-            yield from self._carry(group)
+            try:
+                carried = yield from cleaner.carry(self.device, self.executor, self.index, group)
+            except OSError as fault:
+                self._leave(segment, fault)
+                return
+            yield from self._carry(carried)
         ring.emptied(segment)
         self.counters.cleaned_segments += 1
 
-    def _rewrite_part(self, pointer: Pointer) -> None:
+    def _leave(self, segment: int, why: Exception) -> None:
+        """What cannot be read there cannot be carried: it stays, and so does the segment."""
+        log.error("segment %d cannot be cleaned: %s", segment, why)
+        self.ring.unmovable.add(segment)
+
+    def rewrite_part(self, pointer: Pointer) -> None:
         """Of bitmap or key table; roots are written anew every time."""
         if pointer in self.index.checkpoint.bitmap:
             self.ring.liveness.changed.add(self.index.checkpoint.bitmap.index(pointer))
         vault = self.index.vault
         vault.keys.changed |= {n for n, part in enumerate(vault.table) if pointer in part.places}
 
-    def _carry(self, group: list[LiveRecord]) -> Step[None]:
-        carried = yield from cleaner.carry(self.device, self.executor, self.index, group)
+    def _carry(self, carried: Carried) -> Step[None]:
         items = self.index.vault.sealed(carried.items)
         frames = place_unit(self.ring, carried.payloads, items, self._placed_operation)
         yield from wait_all(self._write([frame for frame, _ in frames]))
@@ -462,6 +473,16 @@ class Writer:
     def _write_checkpoint(self, wanted: _Checkpoint) -> Step[None]:
         try:
             yield from self._append_checkpoint(closing=wanted.closing)
+        except UnreadableNode as fault:
+            # The log goes on, so that what was answered has its place; new operations do not.
+            yield from self._written_metadata(0)
+            self.damage = (
+                f"the index is damaged, so that nothing more can be changed: {fault.filename}; "
+                f"unmount it, then repair it with kvfs fsck --repair"
+            )
+            log.error("%s", self.damage)
+            wanted.written.finish(error=error(errno.EIO, self.damage))
+            return
         except Exception as failure:
             wanted.written.finish(error=error(errno.EIO, f"the device failed: {failure}"))
             raise

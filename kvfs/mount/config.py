@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from kvfs.engine.store import StoreOptions
+from kvfs.mount.scrubbing import ScrubOptions
 from kvfs.tiers.profiles import Profile
 
 WARM_DIRECTORY = Path("/dev/shm")
@@ -27,6 +28,7 @@ class MountConfig:
     window_size: int = 16 * 1024 * 1024
     profile: Profile = field(default_factory=Profile)
     store: StoreOptions = field(default_factory=StoreOptions)
+    scrub: ScrubOptions = field(default_factory=ScrubOptions)
 
     @property
     def read_only(self) -> bool:

@@ -19,6 +19,7 @@ from kvfs.engine.io import Step
 from kvfs.engine.latency import Latencies
 from kvfs.engine.nodes import error
 from kvfs.engine.store import Store
+from kvfs.mount import scrubbing
 from kvfs.mount.config import MountConfig
 from kvfs.mount.metrics import metrics
 from kvfs.tiers.migrate import Mapped, Migration
@@ -49,6 +50,8 @@ HINT = PREFIX + b"hint"
 DEVICE_ID = PREFIX + b"device_id"
 # Reading it brings a file in, and says where to map it.
 MAP = PREFIX + b"map"
+# Reading it of the root begins a scrub of the ring, and says how many have ended.
+SCRUB = PREFIX + b"scrub"
 _TIER = PREFIX + b"tier"
 HEAT = PREFIX + b"heat"
 
@@ -241,7 +244,8 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "segments": superblock.segment_count,
         "unsaved": store.unsaved,
         "counters": asdict(store.counters),
-        "errors": asdict(store.reader.errors),
+        "errors": asdict(store.reader.errors) | {"index": store.index_errors},
+        "scrub": scrubbing.status(store.scrub),
         "warm": asdict(warm.usage()) | asdict(warm.counters),
         "prefetch": _prefetch(mounted.planner.outcomes),
         "hot_hit_rate": mounted.planner.hot_hit_rate,

@@ -31,6 +31,7 @@ from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import Loop
 from kvfs.mount.memory import warm_limit
 from kvfs.mount.mounts import find_mount
+from kvfs.mount.scrubbing import SLICE_SECONDS, Scrubbing
 from kvfs.mount.session import Session
 from kvfs.tiers.budget import Budget
 from kvfs.tiers.migrate import Migration
@@ -110,12 +111,16 @@ async def _serve(
     planner = _planner(migration, executor, profile)
     uses = Uses(buffer.policy, buffer.clock)
     mounted = Mounted(store, migration, planner, config, unrecovered, superblocks.one_is_lost)
-    filesystem = Filesystem(store, look_ahead, migration, planner, uses, mounted, executor.aside)
+    scrubbing = Scrubbing(store, config.scrub, lambda: executor.demand_waits)
+    filesystem = Filesystem(
+        store, look_ahead, migration, planner, uses, scrubbing, mounted, executor.aside
+    )
     session = Session(_mount(config), filesystem, loop, config.deadline_seconds)
     filesystem.mounted(session.notify)
     beside = [
         _tick(store, filesystem, uses),
         _relieve(migration),
+        _scrub(scrubbing),
         _announce(config.mountpoint, ready),
     ]
     if not store.read_only:
@@ -279,6 +284,17 @@ async def _relieve(migration: Migration) -> None:
             log.error("warm memory cannot be given up: %s", failure)
         except Exception:
             log.exception("warm memory cannot be given up")
+
+
+async def _scrub(scrubbing: Scrubbing) -> None:
+    while True:
+        await asyncio.sleep(SLICE_SECONDS if scrubbing.scrub.is_running else _TICK_SECONDS)
+        try:
+            await drive(scrubbing.slice(), None)
+        except OSError as failure:
+            log.error("scrub: %s", failure)
+        except Exception:
+            log.exception("scrub")
 
 
 async def _plan(planner: Planner) -> None:

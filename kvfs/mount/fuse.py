@@ -20,6 +20,7 @@ from kvfs.engine.nodes import Node, error
 from kvfs.engine.store import Store
 from kvfs.mount import control, protocol
 from kvfs.mount.protocol import RENAME_EXCHANGE, RENAME_NOREPLACE, Call, Changes, Opened
+from kvfs.mount.scrubbing import Scrubbing
 from kvfs.tiers import hints
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.planner import Planner
@@ -71,6 +72,7 @@ class Filesystem:
         migration: Migration,
         planner: Planner,
         uses: Uses,
+        scrubbing: Scrubbing,
         mounted: control.Mounted,
         aside: Callable[[Callable[[], None]], Completion[None]],
     ) -> None:
@@ -79,6 +81,7 @@ class Filesystem:
         self._migration = migration
         self._planner = planner
         self._uses = uses
+        self._scrubbing = scrubbing
         self._mounted = mounted
         self._aside = aside
         self._handles: dict[int, _Handle] = {}
@@ -334,6 +337,11 @@ class Filesystem:
                 raise error(errno.ENODATA)
             self._uses.record((yield from self._store.units.session_of(ino)), ino)
             return (yield from control.read_map(self._migration, ino))
+        if name == control.SCRUB and ino == ROOT_INODE:
+            if call.uid not in (0, os.geteuid()):
+                raise error(errno.EPERM)
+            self._scrubbing.begin()
+            return b"%d" % self._store.scrub.passes
         if name == control.HEAT:
             node = yield from self._store.node(ino)
             return b"%.6g" % self._uses.heat(ino, is_session=node.is_directory)

@@ -93,6 +93,7 @@ class _Stats(Collector):
             yield kind(_name(f"warm_{name}", name), _help(name), value)
         yield from _prefetch(stats["prefetch"])
         yield from _known_by_name(stats["hot_hit_rate"], self._latencies)
+        yield from _scrub(stats["scrub"])
         errors = CounterMetricFamily("kvfs_read_errors", "Reads that failed", labels=["kind"])
         for kind, count in stats["errors"].items():
             errors.add_metric([kind], count)
@@ -119,6 +120,25 @@ def _histogram(name: str, text: str, latencies: Latencies) -> Metric:
     bounds = [*(f"{bound:.6g}" for bound in BOUNDS), "+Inf"]
     buckets = list(zip(bounds, accumulate(latencies.counts), strict=True))
     return HistogramMetricFamily(name, text, buckets=buckets, sum_value=latencies.total)
+
+
+def _scrub(stats: Mapping[str, Any]) -> Iterable[Metric]:
+    now = {
+        "running": "1 while the ring is scrubbed",
+        "share": "How much of this pass is done, 0 to 1",
+        "position_bytes": "Where on the device it is",
+    }
+    for name, text in now.items():
+        yield GaugeMetricFamily(f"kvfs_scrub_{name}", text, stats[name.removesuffix("_bytes")])
+    text = "When the last pass ended, since 1970; 0 for never"
+    yield GaugeMetricFamily("kvfs_scrub_finished_seconds", text, stats["finished"] or 0)
+    since = {
+        "passes": "Scrubs of the whole ring",
+        "found": "What a scrub found that is not what was written",
+        "healed": "What of it was in memory, and was written anew",
+    }
+    for name, text in since.items():
+        yield CounterMetricFamily(f"kvfs_scrub_{name}", text, stats[name])
 
 
 def _prefetch(stats: Mapping[str, Any]) -> Iterable[Metric]:

@@ -16,7 +16,7 @@ from kvfs.engine.check.keys import lost_keys
 from kvfs.engine.check.load import Loaded, load, needed_by
 from kvfs.engine.check.mend import Mender
 from kvfs.engine.check.rewrite import NewState, write_state
-from kvfs.engine.check.salvage import adopt
+from kvfs.engine.check.salvage import adopt, mark_lost
 from kvfs.engine.check.segments import Move, findings_of, unreadable
 from kvfs.engine.check.slots import read_slots
 from kvfs.engine.check.tables import Tables, decoded, path_of
@@ -44,10 +44,12 @@ def check(
     findings = [*slots.findings, *loaded.findings]
     tables = decoded(loaded.items, findings)
     newest = slots.newest
+    id_floor = slots.id_floor
     if loaded.evidence is not None:
-        adopt(device, tables, loaded.evidence, vault.hash_key)
+        findings += adopt(device, tables, loaded.evidence, vault.hash_key)
+        id_floor = mark_lost(tables, loaded.gaps, id_floor)
     mender = Mender(
-        tables, loaded.base.geometry, vault.hash_key, newest.created_ns, slots.id_floor,
+        tables, loaded.base.geometry, vault.hash_key, newest.created_ns, id_floor,
         loaded.base.trees.nodes, partial(is_whole, device),
     )  # fmt: skip
     mender.run()
@@ -83,7 +85,8 @@ def _new_state(
         move=Move(device, tables, moved),
         leaves=[leaf for leaf in trees.leaves if segment(leaf.pointer.address) not in unmovable],
         stored_items=trees.items,
-        needed=needed | (evidence.segments if evidence else set()),
+        needed=needed,
+        evidence=evidence.segments if evidence else set(),
         end=None if log.is_damaged or log.end.segment in unmovable else log.end,
         sequence=log.last_sequence + 1,
         operation=log.operation,

@@ -59,7 +59,7 @@ def read_log(device: Device, superblock: Superblock, durable: int) -> Log:
     reached = _read_units(device, ring, superblock, log, durable)
     if superblock.flags & SuperblockFlag.CLEAN:
         return log
-    damage = journal.damage_behind(device, ring, reached)
+    damage = journal.damage_behind(device, ring, superblock, reached)
     if damage is not None:
         log.is_damaged = True
         log.findings.append(Finding("log", damage))
@@ -95,6 +95,8 @@ def _read_beyond(
     for header in all_headers(device, ring):
         if header.sequence >= start and not journal.is_stale(header, superblock):
             newest[header.sequence] = header
+    if not newest:
+        return log.end  # what said so lies where no frame can be
     log.last_sequence = max(newest)
     flushed = max(header.flushed for header in newest.values())
     for sequence in range(start, flushed + 1):

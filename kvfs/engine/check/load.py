@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvfs.engine import metadata
+from kvfs.engine.check.data import is_whole
 from kvfs.engine.check.findings import Finding
 from kvfs.engine.check.frames import Log, all_frames, new_ring, read_log, unbroken
-from kvfs.engine.check.salvage import Evidence, gather
+from kvfs.engine.check.salvage import Evidence, all_told, gather
 from kvfs.engine.check.slots import Slots
 from kvfs.engine.check.trees import EXTENTS, NAMES, Gaps, Trees, load_node, read_trees
 from kvfs.engine.device import Device
@@ -35,16 +36,20 @@ from kvfs.engine.metadata import pointer_to
 from kvfs.engine.ring import Frame, Geometry
 from kvfs.engine.vault import Vault
 
+_ALL_TOLD = "none can be used: all that frames tell is taken together, also what was deleted since"
+
 
 @dataclass(slots=True)
 class Base:
     """What a superblock's checkpoint holds, and its keys. `bitmap` is what it calls live, as far
-    as that can be read; `places` are what the superblock needs besides file data."""
+    as that can be read; `places` are what the superblock needs besides file data. `is_lost`:
+    neither the record nor the roots that it named were found."""
 
     superblock: Superblock
     checkpoint: Checkpoint
     trees: Trees
     bitmap: Liveness
+    is_lost: bool
     vault: Vault
     findings: list[Finding] = field(default_factory=list)
 
@@ -63,11 +68,13 @@ class Base:
 
 @dataclass(slots=True)
 class Loaded:
-    """`items` are all of the index. `evidence` is there where something of it is lost."""
+    """`items` are all of the index; `gaps` are where some may be missing. `evidence` is there where
+    something of it is lost."""
 
     base: Base
     log: Log
     items: dict[bytes, bytes]
+    gaps: Gaps
     evidence: Evidence | None
     findings: list[Finding]
 
@@ -77,23 +84,34 @@ def load(device: Device, slots: Slots, unlocked: Vault) -> Loaded:
     base = read_base(device, slots.newest, unlocked)
     log = read_log(device, slots.newest, slots.newest.durable)
     items, gaps = dict(base.trees.items), base.trees.gaps
-    if gaps and slots.older is not None:
-        older = read_base(device, slots.older, unlocked)
-        gaps = _fill(device, items, gaps, older, slots.newest)
-        base.vault.keys.learn_from(older.vault.keys)
+    before = None
+    older = slots.older
+    if gaps and older is not None and older.checkpoint != slots.newest.checkpoint:
+        there = read_base(device, older, unlocked)
+        before = _before(device, there, slots.newest)
+        base.vault.keys.learn_from(there.vault.keys)
+        if before.is_exact:
+            items.update(before.within(gaps))
+            gaps = gaps.within(before.gaps)
     evidence = None
     if gaps or log.is_damaged:
         # What a lost frame of the log held is missing as if its nodes were.
         missing = Gaps([NAMES, EXTENTS]) if log.is_damaged else gaps
         frames = opened(all_frames(device, slots.newest), base.vault)
-        evidence = gather(device, slots.newest, frames, base.bitmap, missing, base.vault)
+        evidence = gather(device, slots.newest, frames, base.bitmap, gaps, missing, base.vault)
+        if before is not None and before.items and not before.is_exact:
+            items.update(_still_there(device, before.within(gaps), evidence))
+        elif base.is_lost:
+            found = all_told(device, slots.newest, frames, base.vault)
+            items.update(_still_there(device, found, evidence))
+            base.findings.append(Finding("checkpoint", _ALL_TOLD))
         items.update((key, value) for key, value in evidence.exact.items() if key in gaps)
     log.frames = opened(log.frames, base.vault)
     gone = apply(items, log.frames)
     if evidence is not None:
         evidence.gone = gone
     findings = [*base.findings, *base.trees.findings, *log.findings]
-    return Loaded(base, log, items, evidence, findings)
+    return Loaded(base, log, items, gaps, evidence, findings)
 
 
 def opened(frames: list[Frame], vault: Vault) -> list[Frame]:
@@ -132,20 +150,39 @@ def apply(items: dict[bytes, bytes], frames: list[Frame]) -> set[bytes]:
     return gone
 
 
-def _fill(
-    device: Device, items: dict[bytes, bytes], gaps: Gaps, base: Base, newest: Superblock
-) -> Gaps:
-    """Fill gaps with what the older slot leads to: its trees, and the log between the two
-    checkpoints, if that is whole. Returns the gaps that are left."""
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """What the older slot leads to at the newer one's checkpoint: `is_exact` where the whole log
+    between the two is there. `gaps` are in its own trees."""
+
+    items: dict[bytes, bytes]
+    gaps: Gaps
+    is_exact: bool
+
+    def within(self, gaps: Gaps) -> dict[bytes, bytes]:
+        return {key: value for key, value in self.items.items() if key in gaps}
+
+
+def _before(device: Device, base: Base, newest: Superblock) -> _Before:
     older = base.superblock
     log = read_log(device, older, newest.durable)
     between = [f for f in log.frames if f.header.sequence < newest.replay.sequence]
-    if not between or len(between) != newest.replay.sequence - older.replay.sequence:
-        return gaps
-    then = dict(base.trees.items)
-    apply(then, opened(between, base.vault))
-    items.update((key, value) for key, value in then.items() if key in gaps)
-    return gaps.within(base.trees.gaps)
+    items = dict(base.trees.items)
+    apply(items, opened(between, base.vault))
+    is_exact = len(between) == newest.replay.sequence - older.replay.sequence
+    return _Before(items, base.trees.gaps, is_exact)
+
+
+def _still_there(
+    device: Device, items: dict[bytes, bytes], evidence: Evidence
+) -> dict[bytes, bytes]:
+    """Of items of before those that nothing speaks against: what a lost frame has removed or moved
+    since may be among them, but no extent without its bytes."""
+    kept = {key: value for key, value in items.items() if not evidence.denies(key)}
+    for extent in extents_in(kept):
+        if not is_whole(device, extent):
+            del kept[extent_key(extent.extent_id)]
+    return kept
 
 
 def needed_by(device: Device, slots: Slots, unlocked: Vault) -> set[int]:
@@ -195,7 +232,8 @@ def read_base(device: Device, superblock: Superblock, unlocked: Vault) -> Base:
     trees = read_trees(device, geometry, checkpoint, vault)
     if not is_read:
         _expect_no_more(trees, checkpoint)
-    base = Base(superblock, checkpoint, trees, bitmap, vault, findings)
+    is_lost = not is_read and checkpoint == Checkpoint()
+    base = Base(superblock, checkpoint, trees, bitmap, is_lost, vault, findings)
     is_whole = _read_bitmap(device, base)
     if is_read and is_whole and not trees.gaps:
         _check_bitmap(base)

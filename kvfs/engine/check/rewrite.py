@@ -50,9 +50,9 @@ _NO_ROOM = "no segment is free for what the repair has to write"
 class NewState:
     """What is to be written. `items` are all of the index, `extents` those that they name;
     `move` is what of these is to lie elsewhere. `leaves` are what of the index may stay, as
-    `stored_items`; `needed` segments are left alone. The log ended at `end`, if it ended
-    well; `sequence` is above that of every frame there is, `operation` the last that the
-    items contain."""
+    `stored_items`; `needed` segments are left alone, and those with `evidence` where there is
+    room elsewhere. The log ended at `end`, if it ended well; `sequence` is above that of every
+    frame there is, `operation` the last that the items contain."""
 
     items: dict[bytes, bytes]
     extents: list[Extent]
@@ -60,6 +60,7 @@ class NewState:
     leaves: list[Leaf]
     stored_items: dict[bytes, bytes]
     needed: set[int]
+    evidence: set[int]
     end: Position | None
     sequence: int
     operation: int
@@ -69,16 +70,9 @@ class NewState:
 def write_state(device: Device, newest: Superblock, state: NewState, vault: Vault) -> None:
     """`vault` has the keys of all that is kept. Raises CheckError when there is no room,
     OSError."""
-    moved = {extent_key(extent.extent_id) for extent in state.move.extents}
-    changed = _changed(state.stored_items, state.items)
-    kept = unchanged(state.leaves, changed | moved)
-    ring = _new_log(newest, state, kept)
+    turn = vault.next_turn()
     try:
-        writer = _CheckpointWriter(device, ring, state.operation, vault)
-        items = {**state.items, **writer.write_data(state.move)}
-        turn = vault.next_turn()
-        tables = writer.write_keys(items, turn)
-        root = writer.write(items, kept)
+        ring, root, tables = _checkpointed(device, newest, state, vault, turn)
     except RingFull:
         raise CheckError(_NO_ROOM) from None
     device.flush()
@@ -100,19 +94,46 @@ def write_state(device: Device, newest: Superblock, state: NewState, vault: Vaul
         write_superblock(device, superblock)
 
 
+_Written = tuple[Ring, Pointer, tuple[Pointer, Pointer]]
+
+
+def _checkpointed(
+    device: Device, newest: Superblock, state: NewState, vault: Vault, turn: Turn
+) -> _Written:
+    """The new log, and the places of checkpoint and key table in it. Raises RingFull, OSError."""
+    changed = _changed(state.stored_items, state.items)
+    moved = {extent_key(extent.extent_id) for extent in state.move.extents}
+    kept = unchanged(state.leaves, changed | moved)
+
+    def written(needed: set[int]) -> _Written:
+        ring = _new_log(newest, state, kept, needed)
+        writer = _CheckpointWriter(device, ring, state.operation, vault)
+        items = {**state.items, **writer.write_data(state.move)}
+        tables = writer.write_keys(items, turn)
+        return ring, writer.write(items, kept), tables
+
+    try:
+        return written(state.needed | state.evidence)
+    except RingFull:
+        # Frames that what was lost is known from may go once it is known, as the last resort:
+        # interrupted from here on, a second repair would know less.
+        return written(state.needed)
+
+
 def _changed(stored: dict[bytes, bytes], items: dict[bytes, bytes]) -> set[bytes]:
     keys = {key for key, value in items.items() if stored.get(key) != value}
     return keys | (stored.keys() - items.keys())
 
 
-def _new_log(newest: Superblock, state: NewState, kept: list[Leaf]) -> Ring:
-    """A log that begins behind the old one, if that ended well, else in a free segment."""
+def _new_log(newest: Superblock, state: NewState, kept: list[Leaf], needed: set[int]) -> Ring:
+    """A log that begins behind the old one, if that ended well, else in a free segment. Raises
+    RingFull."""
     geometry = Geometry(newest.segment_size, newest.segment_count)
     # Its first frame names none before it: no frame there is leads into this log.
     start = Position(0, 0, NO_SEGMENT, state.sequence, 0)
     ring = Ring(geometry, newest.uuid, newest.epoch + 1, start)
     mark_disjoint(ring.liveness, geometry, [*state.extents, *(leaf.pointer for leaf in kept)])
-    used = {int(segment) for segment in ring.liveness.live_blocks.nonzero()[0]} | state.needed
+    used = {int(segment) for segment in ring.liveness.live_blocks.nonzero()[0]} | needed
     for segment in used:
         ring.pin(geometry.address(segment))
     if state.end is not None and state.end.offset + BLOCK <= geometry.segment_size:
@@ -120,7 +141,7 @@ def _new_log(newest: Superblock, state: NewState, kept: list[Leaf]) -> Ring:
         return ring
     first = next((s for s in range(geometry.segment_count) if s not in used), None)
     if first is None:
-        raise CheckError(_NO_ROOM)
+        raise RingFull
     ring.position = replace(start, segment=first)
     return ring
 

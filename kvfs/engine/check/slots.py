@@ -34,6 +34,8 @@ def read_slots(device: Device, name: str) -> Slots:
                 raise FormatError("it belongs in the other slot")
             if _identity(superblock) != _identity(newest):
                 raise FormatError("it is of another ring than the newer one")
+            if superblock.generation < newest.generation - 1:
+                raise FormatError("it is older than it should be: a write was lost")
         except (FormatError, OSError) as fault:
             findings.append(Finding("superblock", f"slot {number}: {fault}", address=address))
             continue

@@ -60,6 +60,14 @@ class Gaps:
     def __contains__(self, key: bytes) -> bool:
         return any(key in gap for gap in self.ranges)
 
+    def touch(self, low: bytes, high: bytes) -> bool:
+        """Whether one of the keys from `low` to `high`, which are of one tree, may be missing."""
+        is_extents = is_of_extents(low)
+        return any(
+            gap.low <= high and low < gap.high and gap.is_extents == is_extents
+            for gap in self.ranges
+        )
+
     def within(self, other: Gaps) -> Gaps:
         """What is missing here and there."""
         found = []
