@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo agents test lint bench scale scenarios crash encrypted turnover posix clean
+.PHONY: help setup system demo agents test lint bench scale scenarios crash encrypted rot turnover posix clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,9 @@ crash: setup ## The long crash tests: minutes
 
 encrypted: setup ## Tests of the engine and of crashes on encrypted rings (minutes)
 	$(BIN)/pytest -n logical --dist loadfile --encrypted tests/engine tests/crash tests/mount_tools/test_keys.py
+
+rot: setup ## Thousands of damages to rings of every past: none may cost more than itself (an hour)
+	$(BIN)/python scripts/rot.py
 
 turnover: setup ## A nearly full ring turned over ten times, with kills; every byte is checked
 	$(BIN)/python scripts/turnover.py

@@ -23,7 +23,8 @@ class Mount:
 def mounts() -> list[Mount]:
     """All mounted KVFS that this process can see."""
     found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    # Somebody else's mount may have any bytes in its name.
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines():
         before, _, after = line.partition(" - ")
         kind, source, *_ = after.split(" ")
         if kind == FILESYSTEM_TYPE:
