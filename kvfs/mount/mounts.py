@@ -24,7 +24,7 @@ def mounts() -> list[Mount]:
     """All mounted KVFS that this process can see."""
     found = []
     # Somebody else's mount may have any bytes in its name.
-    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).splitlines():
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).rstrip("\n").split("\n"):
         before, _, after = line.partition(" - ")
         kind, source, *_ = after.split(" ")
         if kind == FILESYSTEM_TYPE:
