@@ -15,13 +15,14 @@ from kvfs.engine import metadata
 from kvfs.engine.buffers import aligned
 from kvfs.engine.device import Device
 from kvfs.engine.format import FormatError, Pointer, TreeNode, round_up
-from kvfs.engine.io import Completion, Executor, Read, Step, wait
+from kvfs.engine.io import Completion, Executor, Limit, Read, Step, wait
 from kvfs.engine.ring import Ring
 from kvfs.engine.vault import Vault
 
 log = logging.getLogger(__name__)
 
 _NODE_OVERHEAD = 512
+_READS_MAX = 512
 
 
 @dataclass(slots=True)
@@ -38,16 +39,21 @@ class NodeCache:
     _nodes: OrderedDict[Pointer, TreeNode] = field(default_factory=OrderedDict)
     _loading: dict[Pointer, Completion[TreeNode]] = field(default_factory=dict)
     _gathering: int = 0
+    _reads: Limit = field(default_factory=lambda: Limit(_READS_MAX))
 
     def load(self, pointer: Pointer) -> Step[TreeNode]:
         """Raises OSError: EIO for a node that is not what was written."""
         node = self._nodes.get(pointer)
+        if node is None and pointer not in self._loading:
+            yield from self._reads.room()
+            node = self._nodes.get(pointer)
         if node is not None:
             self._nodes.move_to_end(pointer)
             return node
         loading = self._loading.get(pointer)
         if loading is None:
             loading = self._loading[pointer] = self._start(pointer)
+            self._reads.began(loading)
             loading.when_done(partial(self._finished, pointer, loading))
         return (yield from wait(loading))
 

@@ -333,6 +333,9 @@ class Store:
                 ]
                 if not missing:
                     return self._assembler.join(parts)
+                if self._reader.reads.is_reached:
+                    yield from self._reader.reads.room()
+                    continue
                 chunks = self._reader.fetch(missing)
                 self._reader.pin(chunks)
                 pinned += chunks

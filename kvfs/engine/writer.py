@@ -21,7 +21,7 @@ from kvfs.engine import cleaner, journal, keytable, metadata
 from kvfs.engine.btree import Rewrite
 from kvfs.engine.buffer import Buffer
 from kvfs.engine.buffers import BufferPool
-from kvfs.engine.cleaner import LiveRecord
+from kvfs.engine.cleaner import LiveRecord, Unreadable
 from kvfs.engine.codec import AutoCodec
 from kvfs.engine.device import Device
 from kvfs.engine.format import (
@@ -414,20 +414,23 @@ class Writer:
         cleaning.finish()
 
     def _clean_segment(self, segment: int) -> Step[None]:
-        submit, ring = self._submit, self.ring
-        found = yield from wait(submit(partial(cleaner.survey, self.device, ring, segment)))
-        if found.taken != ring.live_bytes(segment):
-            log.error("segment %d cannot be cleaned: its frames cannot be read", segment)
-            ring.unmovable.add(segment)
-            return
         try:
-            keys = partial(cleaner.first_keys, self.device, found.nodes)
-            taken = sum(round_up(node.stored) for node in found.nodes)
-            self.index.move((yield from wait(submit(keys))), taken)
-        except FormatError as fault:
+            yield from self._empty(segment)
+        except Unreadable as fault:
+            # It stays as it is; everything else can still be written and cleaned.
             log.error("segment %d cannot be cleaned: %s", segment, fault)
-            ring.unmovable.add(segment)
-            return
+            self.ring.unmovable.add(segment)
+
+    def _empty(self, segment: int) -> Step[None]:
+        """Raises Unreadable."""
+        submit, ring = self._submit, self.ring
+        survey = submit(partial(cleaner.survey, self.device, ring, segment))
+        found = yield from _read(wait(survey))
+        if found.taken != ring.live_bytes(segment):
+            raise Unreadable("its frames cannot be read")
+        keys = submit(partial(cleaner.first_keys, self.device, found.nodes))
+        taken = sum(round_up(node.stored) for node in found.nodes)
+        self.index.move((yield from _read(wait(keys))), taken)
         for pointer in found.others:
             self._rewrite_part(pointer)
         for group in cleaner.groups(found.data):
@@ -443,7 +446,8 @@ class Writer:
         vault.keys.changed |= {n for n, part in enumerate(vault.table) if pointer in part.places}
 
     def _carry(self, group: list[LiveRecord]) -> Step[None]:
-        carried = yield from cleaner.carry(self.device, self.executor, self.index, group)
+        carry = cleaner.carry(self.device, self.executor, self.index, group)
+        carried = yield from _read(carry)
         items = self.index.vault.sealed(carried.items)
         frames = place_unit(self.ring, carried.payloads, items, self._placed_operation)
         yield from wait_all(self._write([frame for frame, _ in frames]))
@@ -572,6 +576,14 @@ class Writer:
         """At most `left` of the writes are still under way."""
         while len(self._metadata_writes) > left:
             yield from wait(self._metadata_writes.popleft())
+
+
+def _read(step: Step[T]) -> Step[T]:
+    """One that only reads. Raises Unreadable."""
+    try:
+        return (yield from step)
+    except (OSError, FormatError) as fault:
+        raise Unreadable(str(fault)) from fault
 
 
 @dataclass(slots=True, eq=False)
