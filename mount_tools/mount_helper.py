@@ -14,7 +14,9 @@ from mount_tools.options import is_known, parse_options, split_options
 _USAGE, _FAILURE = 1, 32
 
 # Options of `kvfs mount` that a line of fstab may set as NAME=VALUE.
-_SETTINGS = ("warm-dir", "warm", "log", "deadline", "checkpoint", "profile", "key-file", "keyring")
+_SETTINGS = (
+    "warm-dir", "warm", "log", "deadline", "checkpoint", "profile", "key-file", "keyring", "shadow",
+)  # fmt: skip
 _SWITCHES = {"reclaim": "--reclaim", "noreclaim": "--no-reclaim"}
 
 # What mount(8), systemd and the kernel keep for themselves, or what holds anyway.

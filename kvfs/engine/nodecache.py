@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +28,8 @@ _READS_MAX = 512
 @dataclass(slots=True)
 class NodeCache:
     """At most `size` bytes of nodes, the last used, and more only for who needs more at one
-    moment; `held` are now. Belongs to the loop's thread; reads run in others."""
+    moment; `held` are now. A device that `is_silent` is not asked. Belongs to the loop's
+    thread; reads run in others."""
 
     device: Device
     executor: Executor
@@ -36,6 +37,7 @@ class NodeCache:
     size: int
     vault: Vault = field(default_factory=lambda: Vault(b""))
     held: int = 0
+    is_silent: Callable[[], bool] = field(default=lambda: False)
     _nodes: OrderedDict[Pointer, TreeNode] = field(default_factory=OrderedDict)
     _loading: dict[Pointer, Completion[TreeNode]] = field(default_factory=dict)
     _gathering: int = 0
@@ -44,6 +46,8 @@ class NodeCache:
     def load(self, pointer: Pointer) -> Step[TreeNode]:
         """Raises OSError: EIO for a node that is not what was written."""
         node = self._nodes.get(pointer)
+        if node is None:
+            refuse_if(self.is_silent())
         if node is None and pointer not in self._loading:
             yield from self._reads.room()
             node = self._nodes.get(pointer)
@@ -95,6 +99,12 @@ class NodeCache:
             log.error("a node of the index cannot be read: %s", loading.error)
         else:
             self.keep(pointer, loading.result())
+
+
+def refuse_if(is_silent: bool) -> None:
+    """Raises EIO for what only a device has that has failed and does not answer."""
+    if is_silent:
+        raise OSError(errno.EIO, "the device does not answer")
 
 
 def _taken(node: TreeNode) -> int:

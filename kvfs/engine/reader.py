@@ -12,7 +12,7 @@ import errno
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -23,6 +23,7 @@ from kvfs.engine.device import Device
 from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
 from kvfs.engine.io import Completion, Executor, Limit, Read, Urgency
 from kvfs.engine.latency import Latencies
+from kvfs.engine.nodecache import refuse_if
 from kvfs.engine.ring import Ring
 from kvfs.engine.vault import Vault
 
@@ -102,6 +103,7 @@ class ExtentReader:
         self.latencies = Latencies()
         self.asked_for = 0
         self.reads = Limit(_READS_MAX)
+        self.is_silent: Callable[[], bool] = lambda: False
 
     @property
     def capacity(self) -> int:
@@ -109,7 +111,9 @@ class ExtentReader:
         return self._chunks_max * EXTENT_SIZE_MAX
 
     def fetch(self, extents: Sequence[Extent]) -> list[Chunk]:
-        """The chunks that hold, or will hold, these extents; reads what is missing."""
+        """The chunks that hold, or will hold, these extents; reads what is missing. Raises EIO
+        for what a device has that `is_silent`."""
+        refuse_if(self.is_silent())
         chunks: list[Chunk] = []
         missing: list[Extent] = []
         for extent in extents:
@@ -134,7 +138,9 @@ class ExtentReader:
 
     def read_into(self, targets: list[Target], urgency: Urgency) -> Completion[list[Extent]]:
         """Have neighbours, as `neighbours` groups them, read at once and decoded where each is
-        wanted, past what is kept here. The result are those that are good."""
+        wanted, past what is kept here. The result are those that are good. Raises EIO for a
+        device that `is_silent`."""
+        refuse_if(self.is_silent())
         scratch, buffers = self._read_where(targets)
         address = targets[0].extent.address
         self._ring.pin(address)

@@ -120,6 +120,8 @@ class Migration:
         """Call about once a second: above the fill level groups of what nobody used for the
         longest time go down."""
         self.warm.tick()
+        if self.store.failure is not None:
+            return
         while self.warm.fill_pct > self.fill_pct_max:
             group = self.warm.next_to_go(self.group)
             if not group or not (yield from self.demote_group(group)):

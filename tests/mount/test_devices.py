@@ -17,13 +17,18 @@ from pathlib import Path
 
 import pytest
 
-from kvfs.engine.format import DATA_START
+from kvfs.engine.device import DeviceError, FileDevice
+from kvfs.engine.format import DATA_START, ROOT_INODE
+from kvfs.engine.io import InlineExecutor, run
+from kvfs.engine.store import Store
 from kvfs.mount.mounts import find_mount
+from kvfs.tiers.oplog import OperationLog
 from mount_tools.processes import wait_for_end
 from tests.conftest import MounterMaker
 from tests.support.calls import errno_of
 from tests.support.command import error_line
 from tests.support.disk import Disk, Rule
+from tests.support.images import digest
 from tests.support.mounter import Mounter, kvfs
 
 KIB, MIB = 1024, 1024 * 1024
@@ -364,3 +369,145 @@ def test_a_mount_whose_device_is_dead_is_unmounted_and_its_daemon_ends(
     assert read_direct(point / "new") == content(5, MIB)
     mounter.umount()
     kvfs("fsck", mounter.image)
+
+
+# -- a shadow ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["refuses and loses its cache", "does not answer", "is full"])
+def test_with_a_shadow_writes_go_on_and_are_brought_home(
+    on_disk: tuple[Mounter, Disk], how: str
+) -> None:
+    mounter, disk = on_disk
+    point = make_cold(mounter, 4, 600 * KIB, "--shadow", "8M", "--warm", "64M")
+    write_synced(point / "before", content(1, MIB))
+    kinds = ("write", "flush") if how == "is full" else ("read", "write", "flush")
+    error = {"is full": errno.ENOSPC, "does not answer": None}.get(how, errno.EIO)
+    disk.fail(Rule(kinds, error))
+    (point / "during").write_bytes(content(2, MIB))
+    assert outcome(lambda: fsync(point / "during")) in (errno.EIO, errno.ETIMEDOUT)
+    soon(lambda: mounter.stats()["failure"] is not None)
+
+    # It is loud, does not lie, and goes on.
+    assert mounter.stats()["shadow"]["device_failed"]
+    assert "kvfs_device_failed 1.0" in metrics(mounter)
+    assert "ERROR" in mounter.log.read_text() and "the device failed" in mounter.log.read_text()
+    for number in range(5):
+        write_synced_refused(point / f"shadow{number}", content(number, 512 * KIB))
+    (point / "before").rename(point / "renamed")
+    assert read_direct(point / "renamed") == content(1, MIB)
+    assert read_direct(point / "during") == content(2, MIB)
+    assert read_direct(point / "shadow4") == content(4, 512 * KIB)
+    assert mounter.stats()["shadow"]["used"] >= 5 * 512 * KIB
+    assert "shadow4" in os.listdir(point)
+    kvfs("ls", point)
+    if how != "is full":
+        soon(lambda: outcome(lambda: read_direct(point / "3")) == errno.EIO)
+    full = outcome(lambda: (point / "too much").write_bytes(content(3, 16 * MIB)))
+    assert full == errno.ENOSPC
+    (point / "too much").unlink()
+    if how.startswith("refuses"):
+        disk.lose_unflushed()
+
+    disk.work()
+    soon(lambda: mounter.stats()["failure"] is None)
+    fsync(point / "during")
+    soon(lambda: mounter.stats()["shadow"]["used"] == 0)
+    assert mounter.stats()["shadow"]["counters"] | {"rewritten_frames": 0} == {
+        "failures": 1, "returns": 1, "rewritten_frames": 0,
+    }  # fmt: skip
+    assert "kvfs_device_returns_total 1.0" in metrics(mounter)
+    assert "kvfs_device_failed 0.0" in metrics(mounter)
+    mounter.umount()
+    kvfs("fsck", mounter.image)
+    mount(mounter)
+    assert read_direct(point / "renamed") == content(1, MIB)
+    assert read_direct(point / "during") == content(2, MIB)
+    for number in range(5):
+        assert read_direct(point / f"shadow{number}") == content(number, 512 * KIB)
+    for number in range(4):
+        assert read_direct(point / str(number)) == content(number, 600 * KIB)
+    mounter.umount()
+
+
+def write_synced_refused(path: Path, data: bytes) -> None:
+    """Written, and not said to be durable."""
+    path.write_bytes(data)
+    assert errno_of(fsync, path) == errno.EIO
+
+
+def metrics(mounter: Mounter) -> str:
+    return (mounter.mountpoint / ".kvfs" / "metrics").read_text()
+
+
+def test_a_daemon_that_is_killed_while_the_device_is_away_loses_nothing(
+    on_disk: tuple[Mounter, Disk],
+) -> None:
+    mounter, disk = on_disk
+    point = mount(mounter, "--shadow", "16M", "--warm", "64M")
+    write_synced(point / "before", content(1, MIB))
+    (point / "written").write_bytes(content(2, MIB))
+    disk.fail(Rule(("read", "write", "flush"), errno.EIO))
+    assert errno_of(fsync, point / "written") == errno.EIO
+    write_synced_refused(point / "shadow", content(3, MIB))
+    (point / "before").unlink()
+    disk.lose_unflushed()
+    mounter.kill()
+    disk.work()
+    mount(mounter)
+    assert sorted(os.listdir(point)) == ["shadow", "written"]
+    assert read_direct(point / "written") == content(2, MIB)
+    assert read_direct(point / "shadow") == content(3, MIB)
+    mounter.umount()
+    kvfs("fsck", mounter.image)
+
+
+def test_a_device_that_went_away_and_came_back_anew_is_opened_again(
+    on_disk: tuple[Mounter, Disk],
+) -> None:
+    """What was open of it never works again."""
+    mounter, disk = on_disk
+    point = mount(mounter, "--shadow", "16M", "--warm", "64M")
+    write_synced(point / "before", content(1, MIB))
+    disk.vanish()
+    write_synced_refused(point / "during", content(2, MIB))
+    disk.come_back()
+    soon(lambda: mounter.stats()["failure"] is None)
+    fsync(point / "during")
+    # Locked anew: no second writer.
+    with pytest.raises(DeviceError, match="in use"):
+        FileDevice(mounter.image)
+    mounter.umount()
+    mount(mounter)
+    assert read_direct(point / "before") == content(1, MIB)
+    assert read_direct(point / "during") == content(2, MIB)
+    mounter.umount()
+
+
+def test_a_device_that_somebody_else_has_written_to_is_never_written_again(
+    on_disk: tuple[Mounter, Disk], tmp_path: Path
+) -> None:
+    mounter, disk = on_disk
+    point = mount(mounter, "--shadow", "16M", "--warm", "64M")
+    write_synced(point / "before", content(1, MIB))
+    disk.fail(Rule(("read", "write", "flush"), errno.EIO))
+    write_synced_refused(point / "during", content(2, MIB))
+    with closing(FileDevice(disk.backing)) as device:
+        # From another machine: it knows nothing of the log in this one's memory.
+        buffer = OperationLog(tmp_path / "log", 64 * MIB, boot="another")
+        other = Store.open(device, "ring", InlineExecutor(), buffer)
+        run(other.create(ROOT_INODE, b"theirs", 0o100600, 0, 0))
+        run(other.close())
+    before = digest(disk.backing)
+    disk.work()
+    soon(lambda: mounter.stats()["shadow"]["gave_up"])
+    assert "not what it was" in mounter.log.read_text()
+    assert errno_of(fsync, point / "during") == errno.EIO
+    assert read_direct(point / "during") == content(2, MIB)
+    mounter.umount(check=False)
+    assert digest(disk.backing) == before
+
+
+def test_a_shadow_that_does_not_fit_into_memory_is_refused(mounter: Mounter) -> None:
+    refused = error_line(mounter.mount("--shadow", "60M", "--warm", "64M", check=False))
+    assert "--shadow 60M is memory of the warm tier, which has 64 MiB" in refused

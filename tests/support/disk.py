@@ -28,6 +28,7 @@ from kvfs.mount.attach import attach
 from kvfs.mount.loop import Loop
 from kvfs.mount.protocol import Call, Opened
 from kvfs.mount.session import Session
+from mount_tools.mountpoints import detach
 
 _NAME = "disk.img"
 _ROOT, _FILE = 1, 2
@@ -54,12 +55,23 @@ class Disk:
 
     def __init__(self, backing: Path, point: Path) -> None:
         point.mkdir()
+        self.backing, self._point = backing, point
         self.path = point / _NAME
+        self.come_back()
+
+    def come_back(self) -> None:
+        """As another device, at the same place."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(backing), str(point)],
+            [sys.executable, "-m", __name__, str(self.backing), str(self._point)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._answer() == "ready"
+
+    def vanish(self) -> None:
+        """Whatever is asked of what is open of it fails from now on."""
+        self._process.kill()
+        self._process.wait(_END_SECONDS)
+        assert detach(self._point, lazy=True) is None
 
     def fail(self, *rules: Rule) -> None:
         """From now on these rules hold, and no others."""
