@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
@@ -22,7 +23,7 @@ from tests.crash.machine import (
     DeferredCrashMachine,
     content,
 )
-from tests.crash.test_crash_rule import COMMON, SLOW
+from tests.crash.test_crash_rule import COMMON, LONG, SLOW
 from tests.support.devices import random_survival
 
 T = TypeVar("T")
@@ -224,5 +225,11 @@ def _returning(result: T) -> Step[T]:
 
 @SLOW
 def test_nothing_that_was_answered_is_lost_by_a_device_that_fails() -> None:
-    short = settings(max_examples=40, stateful_step_count=40, **COMMON)
+    short = settings(max_examples=25, stateful_step_count=40, **COMMON)
     run_state_machine_as_test(FailoverMachine, settings=short)
+
+
+@pytest.mark.crash_long
+@pytest.mark.timeout(0)
+def test_a_device_that_fails_in_many_histories() -> None:
+    run_state_machine_as_test(FailoverMachine, settings=LONG)

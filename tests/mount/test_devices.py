@@ -165,10 +165,10 @@ def test_one_bad_place_is_eio_and_what_lies_beside_it_is_read(
 
 def test_reads_that_hang_hold_up_nothing_else(on_disk: tuple[Mounter, Disk]) -> None:
     """Small ones, that io_uring has, and large ones, that threads have, and more of them than
-    there are of either; they end at the deadline."""
+    there are of either. All else is done before the first of them has ended."""
     mounter, disk = on_disk
     count = 110
-    point = make_cold(mounter, count + 2, 600 * KIB, "--deadline", "6")
+    point = make_cold(mounter, count + 2, 600 * KIB, "--deadline", "100")
     warm = point / "warm"
     write_synced(warm, content(7, MIB))
     read_direct(point / str(count))
@@ -200,17 +200,16 @@ def test_reads_that_hang_hold_up_nothing_else(on_disk: tuple[Mounter, Disk]) -> 
         assert read_direct(point / str(count + 1)) == content(count + 1, 600 * KIB)
 
     in_time(others)
-    assert {answer.result(SOON_SECONDS) for answer in answers} == {errno.ETIMEDOUT}
-    clients.shutdown()
+    assert not any(answer.done() for answer in answers)
     disk.work()
-    for number in range(count):
-        assert read_direct(point / str(number)) == content(number, 600 * KIB)
+    assert {answer.result(SOON_SECONDS) for answer in answers} == {None}
+    clients.shutdown()
     mounter.umount()
 
 
 def test_reads_that_hang_take_no_memory_without_end(on_disk: tuple[Mounter, Disk]) -> None:
     mounter, disk = on_disk
-    count = 300
+    count = 200
     point = make_cold(mounter, count, 512 * KIB)
     disk.fail(Rule(("read",), None))
     clients = ThreadPoolExecutor(count)
@@ -347,7 +346,9 @@ def test_a_mount_whose_device_is_dead_is_unmounted_and_its_daemon_ends(
     disk.fail(Rule(("read", "write", "flush"), None))
     clients, answers = at_once(
         [
-            lambda number=number: outcome(lambda: read_direct(point / str(number)))
+            lambda number=number: outcome(
+                lambda: read_direct(point / str(number), 0, [4096, 600 * KIB][number % 2])
+            )
             for number in range(20)
         ]
     )
@@ -374,7 +375,14 @@ def test_a_mount_whose_device_is_dead_is_unmounted_and_its_daemon_ends(
 # -- a shadow ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["refuses and loses its cache", "does not answer", "is full"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "refuses and loses its cache",
+        "does not answer",
+        pytest.param("is full", marks=pytest.mark.crash_long),
+    ],
+)
 def test_with_a_shadow_writes_go_on_and_are_brought_home(
     on_disk: tuple[Mounter, Disk], how: str
 ) -> None:
