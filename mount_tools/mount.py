@@ -107,6 +107,16 @@ def mount(
     deadline: Annotated[
         float, typer.Option(metavar="SECONDS", min=1, help="A request is answered within this.")
     ] = 30,
+    shadow: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="When the device fails, writes of so much are kept in memory (of --warm) until "
+            "it is back. [default: none, they fail until the next mount]",
+            show_default=False,
+        ),
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -186,6 +196,8 @@ def mount(
                 checkpoint_seconds=checkpoint or tiers.checkpoint_seconds,
                 reclaim=reclaim,
                 unused_seconds=tiers.ttl_seconds,
+                shadow=shadow or 0,
+                deadline_seconds=deadline,
             ),
         )
 

@@ -16,7 +16,7 @@ _USAGE, _FAILURE = 1, 32
 # Options of `kvfs mount` that a line of fstab may set as NAME=VALUE.
 _SETTINGS = (
     "warm-dir", "warm", "log", "deadline", "checkpoint", "profile", "scrub-rate", "scrub-every",
-    "key-file", "keyring",
+    "key-file", "keyring", "shadow",
 )  # fmt: skip
 _SWITCHES = {"reclaim": "--reclaim", "noreclaim": "--no-reclaim"}
 

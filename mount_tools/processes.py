@@ -48,6 +48,24 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+def is_held_up(process: psutil.Process, seconds: float) -> bool:
+    """Whether one that has ended is still kept, for longer than that, by threads that wait for
+    a device: then its files are not closed yet."""
+    limit = time.monotonic() + seconds
+    while _has_threads(process.pid):
+        if time.monotonic() > limit:
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _has_threads(pid: int) -> bool:
+    try:
+        return len(os.listdir(f"/proc/{pid}/task")) > 1
+    except OSError:
+        return False
+
+
 def wait_for_end(process: psutil.Process, seconds: float) -> bool:
     """True when it has ended within that time."""
     limit = time.monotonic() + seconds

@@ -16,7 +16,7 @@ from kvfs.mount.mounts import Mount, find_mount
 from kvfs.tiers.oplog import current_boot, log_at
 from mount_tools.common import CommandError, parse_path
 from mount_tools.mountpoints import State, canonical, detach, read_stats, state_of
-from mount_tools.processes import holders_of, process_of, wait_for_end
+from mount_tools.processes import holders_of, is_held_up, process_of, wait_for_end
 
 _QUICK_SECONDS = 1.0
 _END_SECONDS = 180.0
@@ -101,6 +101,11 @@ def _wait_for_daemon(daemon: psutil.Process) -> None:
                 f"unmounted, but the daemon (pid {daemon.pid}) has not ended after "
                 f"{_END_SECONDS:.0f} s: is the device hung?"
             )
+    if is_held_up(daemon, _QUICK_SECONDS):
+        raise CommandError(
+            f"unmounted, but the device does not answer: the daemon (pid {daemon.pid}) ends when "
+            f"it does; what it had answered is kept in memory and recovered by the next kvfs mount"
+        )
 
 
 def _check_clean_end(source: Path) -> None:

@@ -43,6 +43,23 @@ class Admission:
         """Wait until there is room for an operation that may take `charge` bytes of the ring in
         its frame, changes so many items of the index and brings `length` bytes of data. Raises
         ENOSPC; EIO when the device fails."""
+        if not self.writer.is_cut_off:
+            try:
+                yield from self._admit(charge, changed, length, purpose)
+                return
+            except OSError:
+                if not self.writer.is_cut_off:
+                    raise
+        self._admit_to_shadow(charge, changed, length, purpose)
+
+    def _admit_to_shadow(self, charge: int, changed: int, length: int, purpose: Purpose) -> None:
+        """While the device is away no room can be made. Raises ENOSPC."""
+        shadow = self.writer.failover
+        is_room = shadow.has_room(length, purpose) and self.buffer.has_room(charge)
+        if not is_room or not self.has_space(charge, changed, purpose):
+            raise error(errno.ENOSPC, "the device is away, and its shadow is full")
+
+    def _admit(self, charge: int, changed: int, length: int, purpose: Purpose) -> Step[None]:
         writer = self.writer
         while writer.unsaved + length > self._unsaved_max() or not self.buffer.has_room(charge):
             if writer.is_idle:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from operator import itemgetter
+from typing import Protocol
 
 from kvfs.engine import metadata
 from kvfs.engine.format import (
@@ -146,12 +147,23 @@ def _child(node: TreeNode, key: bytes) -> int:
 # -- rewriting -------------------------------------------------------------------
 
 
+class Nodes(Protocol):
+    """Where nodes are read, and those that were just written are kept."""
+
+    @property
+    def vault(self) -> Vault: ...
+
+    def load(self, pointer: Pointer) -> Step[TreeNode]: ...
+
+    def keep(self, pointer: Pointer, node: TreeNode) -> None: ...
+
+
 @dataclass(slots=True)
 class Rewrite:
     """One update of a tree. `submit` runs work in a thread, `write` appends nodes to the
     ring. Afterwards `replaced` and `written` name the nodes that went and that came."""
 
-    nodes: NodeCache
+    nodes: Nodes
     submit: Callable[[Callable[[], list[Draft]]], Completion[list[Draft]]]
     write: Callable[[list[EncodedRecord]], Step[list[Pointer]]]
     replaced: list[Pointer] = field(default_factory=list)

@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 _GROUP_SIZE = 8 * 1024 * 1024
 
 
+class Unreadable(Exception):
+    """What is live in a segment cannot be read; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class LiveRecord:
     """A live record of a segment, and where its payload lies."""

@@ -45,6 +45,10 @@ class Device(Protocol):
     def flush(self) -> None:
         """Return when every completed write is on stable storage. Raises OSError."""
 
+    def reopen(self, *, anyway: bool) -> None:
+        """Be what its name stands for now, if that is another device than before, or `anyway`.
+        Not while a write is under way. Raises OSError, DeviceError."""
+
     def close(self) -> None: ...
 
 
@@ -80,6 +84,26 @@ class FileDevice:
 
     def flush(self) -> None:
         os.fdatasync(self.fd)
+
+    def reopen(self, *, anyway: bool) -> None:
+        try:
+            there = self.path.stat()
+        except FileNotFoundError:
+            return  # the one that is open may work again
+        if not anyway and _is_open(self.fd, there):
+            return
+        # A block device is claimed once only. The descriptor keeps its number meanwhile: a thread
+        # that reads must not find another file there.
+        _replace(self.fd, os.open("/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        fd, self.direct = _open(self.path, self.read_only)
+        try:
+            _lock(fd, self.path, shared=self.read_only)
+            if _size(fd) < self.size:
+                raise DeviceError(f"{self.path} is smaller than it was")
+        except BaseException:
+            os.close(fd)
+            raise
+        _replace(self.fd, fd)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -145,6 +169,23 @@ def _size(fd: int) -> int:
     else:
         size = status.st_size
     return int(size) // BLOCK * BLOCK
+
+
+def _is_open(fd: int, there: os.stat_result) -> bool:
+    """Whether it is the device or file that is open."""
+    try:
+        return _identity(os.fstat(fd)) == _identity(there)
+    except OSError:
+        return False  # what is open is gone
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return (0, status.st_rdev) if stat.S_ISBLK(status.st_mode) else (status.st_dev, status.st_ino)
+
+
+def _replace(fd: int, by: int) -> None:
+    os.dup2(by, fd, inheritable=False)
+    os.close(by)
 
 
 def _transfer(call: object, fd: int, address: int, buffers: Sequence[memoryview]) -> int:

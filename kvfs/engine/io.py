@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -59,6 +60,8 @@ class Completion(Generic[T]):
 _FINAL = (errno.EIO, errno.ENOSPC)
 _TRIES = 3  # before a step is given more memory
 _PASSED_OVER_MAX = 3  # turns that go to demand while write-back waits
+_STUCK_SECONDS = 0.25
+_REPLACED_MAX = 256
 
 Step = Generator[Completion[Any], None, T]
 
@@ -87,13 +90,15 @@ class Readable(Protocol):
 class Read(Generic[T]):
     """A read of the device, and what is then done with the bytes: work for an executor, which
     may have another way to read than a thread that waits. `is_quick`: what is done takes no
-    longer than to tell another thread to do it."""
+    longer than to tell another thread to do it. `salvage` makes what it can of a read that
+    failed, or raises."""
 
     device: Readable
     address: int
     buffers: list[memoryview]
     use: Callable[[], T]
     is_quick: bool
+    salvage: Callable[[OSError], T] | None = None
 
     @property
     def size(self) -> int:
@@ -101,7 +106,12 @@ class Read(Generic[T]):
         return sum(map(len, self.buffers))
 
     def __call__(self) -> T:
-        self.device.read(self.address, self.buffers)
+        try:
+            self.device.read(self.address, self.buffers)
+        except OSError as failure:
+            if self.salvage is None:
+                raise
+            return self.salvage(failure)
         return self.use()
 
 
@@ -147,18 +157,24 @@ class WorkerThreads:
     """Runs work in daemon threads, the most urgent first; completions are finished through
     `call_soon`, which must run a callable in the loop's thread.
 
-    Daemon threads, because one that hangs in a dead device must not hold up the exit.
+    Daemon threads, because one that hangs in a dead device must not hold up the exit. Another
+    one takes its place, so that it does not hold up what else there is to do either.
     """
 
     def __init__(self, threads: int, call_soon: Callable[[Callable[[], None]], None]) -> None:
-        self._queue = WorkQueue(max(1, threads // 2))
+        self._queue = WorkQueue(threads - threads // 5, max(1, threads // 2))
         self._lock = threading.Lock()
         # One for each piece of work that waits and may run: what threads sleep at.
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._call_soon = call_soon
         self._threads = threads
-        for number in range(threads):
-            threading.Thread(target=self._work, name=f"kvfs-io-{number}", daemon=True).start()
+        self._busy: dict[threading.Thread, tuple[Work, float]] = {}
+        self._replaced: set[threading.Thread] = set()
+        for _ in range(threads):
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        threading.Thread(target=self._work, name="kvfs-io", daemon=True).start()
 
     @property
     def has_room(self) -> bool:
@@ -182,11 +198,31 @@ class WorkerThreads:
         # The one that it came with may have been used up while it was not allowed to run.
         self._tokens.put(None)
 
+    def replace_stuck(self) -> None:
+        """Call several times a second: where work waits, each thread that has been at one piece
+        for longer is replaced."""
+        before = time.monotonic() - _STUCK_SECONDS
+        with self._lock:
+            if not self._queue.waits:
+                return
+            for thread, (work, since) in self._busy.items():
+                if since >= before or thread in self._replaced:
+                    continue
+                if len(self._replaced) == _REPLACED_MAX:
+                    return
+                self._replaced.add(thread)
+                self._queue.ended(work)
+                self._add_thread()
+                self._tokens.put(None)
+
     def _work(self) -> None:
-        while True:
+        this = threading.current_thread()
+        while this not in self._replaced:
             self._tokens.get()
             with self._lock:
                 work = self._queue.take()
+                if work is not None:
+                    self._busy[this] = work, time.monotonic()
             if work is None:
                 continue
             try:
@@ -194,15 +230,16 @@ class WorkerThreads:
             except Exception as error:
                 finish = _Finish(work.completion, None, error)
             self._call_soon(finish)
-            if work.urgency is Urgency.BACKGROUND:
-                self._ended(work)
+            with self._lock:
+                del self._busy[this]
+                if this not in self._replaced:
+                    self._queue.ended(work)
+                if self._queue.waits:
+                    # It may have been passed over because of this one.
+                    self._tokens.put(None)
             del work, finish
-
-    def _ended(self, work: Work) -> None:
-        """Another one of the background may have been passed over because of it."""
         with self._lock:
-            self._queue.ended(work)
-        self._tokens.put(None)
+            self._replaced.discard(this)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,14 +252,16 @@ class Work:
 
 
 class WorkQueue:
-    """What is next. Demand goes first, but every fourth turn is write-back's, so that readers
-    cannot keep an fsync from its end; what runs in the background has what both leave, and
-    never more than `background_max` threads: demand finds the others at once."""
+    """What is next. Demand goes first, but every fourth turn is write-back's, and never more
+    than `demand_max` threads read, so that readers cannot keep an fsync from its end, also those
+    that no device answers; what runs in the background has what both leave, and never more than
+    `background_max` threads: demand finds the others at once."""
 
-    def __init__(self, background_max: int) -> None:
+    def __init__(self, demand_max: int, background_max: int) -> None:
         self._waiting: tuple[deque[Work], ...] = tuple(deque() for _ in Urgency)
+        self._demand_max = demand_max
         self._background_max = background_max
-        self._in_background = 0
+        self._running = [0 for _ in Urgency]
         self._passed_over = 0
 
     @property
@@ -234,21 +273,32 @@ class WorkQueue:
     def demand_waits(self) -> bool:
         return bool(self._waiting[Urgency.DEMAND])
 
+    @property
+    def waits(self) -> bool:
+        return any(self._waiting)
+
     def put(self, work: Work) -> None:
         self._waiting[work.urgency].append(work)
 
     def take(self) -> Work | None:
         """The next one to run, if there is one that may. Each wants one of `ended`."""
-        demand, write_back, background = self._waiting
+        urgency = self._next()
+        if urgency is None:
+            return None
+        self._running[urgency] += 1
+        return self._waiting[urgency].popleft()
+
+    def _next(self) -> Urgency | None:
+        demand, write_back, background = map(bool, self._waiting)
+        demand = demand and self._running[Urgency.DEMAND] < self._demand_max
         if write_back and (not demand or self._passed_over == _PASSED_OVER_MAX):
             self._passed_over = 0
-            return write_back.popleft()
+            return Urgency.WRITE_BACK
         if demand:
-            self._passed_over += bool(write_back)
-            return demand.popleft()
-        if background and self._in_background < self._background_max:
-            self._in_background += 1
-            return background.popleft()
+            self._passed_over += write_back
+            return Urgency.DEMAND
+        if background and self._running[Urgency.BACKGROUND] < self._background_max:
+            return Urgency.BACKGROUND
         return None
 
     def hasten(self, completion: Completion[Any]) -> None:
@@ -261,8 +311,7 @@ class WorkQueue:
                 return
 
     def ended(self, work: Work) -> None:
-        if work.urgency is Urgency.BACKGROUND:
-            self._in_background -= 1
+        self._running[work.urgency] -= 1
 
 
 @dataclass(slots=True)
@@ -273,6 +322,34 @@ class _Finish:
 
     def __call__(self) -> None:
         self.completion.finish(self.value, self.error)
+
+
+@dataclass(slots=True)
+class Limit:
+    """So many pieces of work are under way at once; who comes later waits for `room`. One that
+    goes on although there is none is counted all the same."""
+
+    most: int
+    under_way: int = 0
+    _freed: Completion[None] = field(default_factory=Completion)
+
+    @property
+    def is_reached(self) -> bool:
+        return self.under_way >= self.most
+
+    def room(self) -> Step[None]:
+        while self.is_reached:
+            yield self._freed
+
+    def began(self, work: Completion[Any]) -> None:
+        self.under_way += 1
+        work.when_done(self._ended)
+
+    def _ended(self) -> None:
+        self.under_way -= 1
+        if not self.is_reached:
+            freed, self._freed = self._freed, Completion()
+            freed.finish()
 
 
 def wait(completion: Completion[T]) -> Step[T]:

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,13 +17,14 @@ from kvfs.engine import metadata
 from kvfs.engine.buffers import aligned
 from kvfs.engine.device import Device
 from kvfs.engine.format import FormatError, Pointer, TreeNode, round_up
-from kvfs.engine.io import Completion, Executor, Read, Step, wait
+from kvfs.engine.io import Completion, Executor, Limit, Read, Step, wait
 from kvfs.engine.ring import Ring
 from kvfs.engine.vault import Vault
 
 log = logging.getLogger(__name__)
 
 _NODE_OVERHEAD = 512
+_READS_MAX = 512
 _TOLD_MAX = 65_536
 
 
@@ -34,7 +35,8 @@ class UnreadableNode(OSError):
 @dataclass(slots=True)
 class NodeCache:
     """At most `size` bytes of nodes, the last used, and more only for who needs more at one
-    moment; `held` are now. `errors` counts the `unreadable` ones, each once. Belongs to the loop's
+    moment; `held` are now. `errors` counts the `unreadable` ones, each once. A device that
+    `is_silent` is not asked. Belongs to the loop's
     thread; reads run in others."""
 
     device: Device
@@ -45,19 +47,27 @@ class NodeCache:
     held: int = 0
     unreadable: LRUCache[Pointer, None] = field(default_factory=lambda: LRUCache(_TOLD_MAX))
     errors: int = 0
+    is_silent: Callable[[], bool] = field(default=lambda: False)
     _nodes: OrderedDict[Pointer, TreeNode] = field(default_factory=OrderedDict)
     _loading: dict[Pointer, Completion[TreeNode]] = field(default_factory=dict)
     _gathering: int = 0
+    _reads: Limit = field(default_factory=lambda: Limit(_READS_MAX))
 
     def load(self, pointer: Pointer) -> Step[TreeNode]:
         """Raises UnreadableNode."""
         node = self._nodes.get(pointer)
+        if node is None:
+            refuse_if(self.is_silent())
+        if node is None and pointer not in self._loading:
+            yield from self._reads.room()
+            node = self._nodes.get(pointer)
         if node is not None:
             self._nodes.move_to_end(pointer)
             return node
         loading = self._loading.get(pointer)
         if loading is None:
             loading = self._loading[pointer] = self._start(pointer)
+            self._reads.began(loading)
             loading.when_done(partial(self._finished, pointer, loading))
         try:
             return (yield from wait(loading))
@@ -114,6 +124,12 @@ class NodeCache:
             self.saw_unreadable(pointer, loading.error)
         else:
             self.keep(pointer, loading.result())
+
+
+def refuse_if(is_silent: bool) -> None:
+    """Raises EIO for what only a device has that has failed and does not answer."""
+    if is_silent:
+        raise OSError(errno.EIO, "the device does not answer")
 
 
 def _taken(node: TreeNode) -> int:

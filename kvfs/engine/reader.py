@@ -12,7 +12,7 @@ import errno
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -23,8 +23,9 @@ from kvfs.engine.buffer import Buffer, Kept
 from kvfs.engine.buffers import BufferPool, is_aligned
 from kvfs.engine.device import Device
 from kvfs.engine.format import EXTENT_SIZE_MAX, Extent, FormatError, checksum, round_up
-from kvfs.engine.io import Completion, Executor, Read, Urgency
+from kvfs.engine.io import Completion, Executor, Limit, Read, Urgency
 from kvfs.engine.latency import Latencies
+from kvfs.engine.nodecache import refuse_if
 from kvfs.engine.ring import Ring
 from kvfs.engine.vault import Vault
 
@@ -32,18 +33,21 @@ log = logging.getLogger(__name__)
 
 _ROTTEN_MAX = 65_536
 _BUFFER_SIZES = (64 * 1024, EXTENT_SIZE_MAX)
+_READS_MAX = 128  # each has a buffer, and keeps it where the device does not answer
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Neighbouring extents, read at once. `views` has the decoded bytes of each that
-    was good; `bad` those whose bytes are not what was written."""
+    """Neighbouring extents, read at once. `starts` says where the decoded bytes of each lie that
+    was good; `bad` are those whose bytes are not what was written, `unread` those that the device
+    did not give."""
 
     extents: list[Extent]
     read: Completion[None]
     buffer: memoryview
     starts: dict[int, int] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)
+    unread: set[int] = field(default_factory=set)
     users: int = 0
     evicted: bool = False
     given_back: bool = False
@@ -75,8 +79,8 @@ class ReadErrors:
 
 class ExtentReader:
     """A bounded cache of decoded extents over the device, and under what `buffer` holds of
-    them. `cache_size` in bytes; `asked_for` counts those that were read from the device for
-    a reader."""
+    them. `cache_size` in bytes; `reads` is how many reads are under way; `asked_for` counts the
+    bytes that were read from the device for a reader."""
 
     def __init__(
         self,
@@ -102,6 +106,8 @@ class ExtentReader:
         self._rotten: LRUCache[int, None] = LRUCache(_ROTTEN_MAX)
         self.latencies = Latencies()
         self.asked_for = 0
+        self.reads = Limit(_READS_MAX)
+        self.is_silent: Callable[[], bool] = lambda: False
 
     @property
     def capacity(self) -> int:
@@ -109,7 +115,9 @@ class ExtentReader:
         return self._chunks_max * EXTENT_SIZE_MAX
 
     def fetch(self, extents: Sequence[Extent]) -> list[Chunk]:
-        """The chunks that hold, or will hold, these extents; reads what is missing."""
+        """The chunks that hold, or will hold, these extents; reads what is missing. Raises EIO
+        for what a device has that `is_silent`."""
+        refuse_if(self.is_silent())
         chunks: list[Chunk] = []
         missing: list[Extent] = []
         for extent in extents:
@@ -134,13 +142,15 @@ class ExtentReader:
 
     def read_into(self, targets: list[Target], urgency: Urgency) -> Completion[list[Extent]]:
         """Have neighbours, as `neighbours` groups them, read at once and decoded where each is
-        wanted, past what is kept here. The result are those that are good."""
+        wanted, past what is kept here. The result are those that are good. Raises EIO for a
+        device that `is_silent`."""
+        refuse_if(self.is_silent())
         scratch, buffers = self._read_where(targets)
         address = targets[0].extent.address
         self._ring.pin(address)
         in_place = all(target.memory is at for target, at in zip(targets, buffers, strict=True))
-        use = _ReadInto(targets, buffers, self._vault)
-        read = Read(self._device, address, buffers, use, in_place)
+        use = _ReadInto(self._device, targets, buffers, self._vault)
+        read = Read(self._device, address, buffers, use, in_place, use.salvage)
         reading = self._executor.submit(read, urgency)
 
         def finished() -> None:
@@ -220,9 +230,10 @@ class ExtentReader:
         into = buffer if scratch is None else scratch
         first, end = extents[0].address, extents[-1].blocks_end
         self._ring.pin(first)
-        use = _ReadChunk(chunk, into, self._vault)
-        read = Read(self._device, first, [into[: end - first]], use, raw)
+        use = _ReadChunk(self._device, chunk, into, self._vault)
+        read = Read(self._device, first, [into[: end - first]], use, raw, use.salvage)
         chunk.read = self._executor.submit(read)
+        self.reads.began(chunk.read)
         self.asked_for += extents[-1].blocks_end - extents[0].address
         chunk.users += 1
         self._chunks[id(chunk)] = chunk
@@ -247,6 +258,12 @@ class ExtentReader:
         for extent in chunk.extents:
             if extent.extent_id in chunk.bad:
                 self.saw_rot(extent)
+        if chunk.unread:
+            self.errors.device += 1
+        for extent in chunk.extents:
+            # Who asks for it again asks the device.
+            if extent.extent_id in chunk.unread and self._by_extent[extent.extent_id] is chunk:
+                del self._by_extent[extent.extent_id]
         if chunk.read.error is not None:
             self.errors.device += 1
             self._evict(chunk)
@@ -280,14 +297,29 @@ class _ReadChunk:
     """What is done with a chunk that was read. `into` has the stored bytes: the chunk's buffer
     itself when all of them are raw."""
 
+    device: Device
     chunk: Chunk
     into: memoryview
     vault: Vault
+
+    def salvage(self, failure: OSError) -> None:
+        """One bad place must not take what lies beside it."""
+        chunk = self.chunk
+        for extent in chunk.extents:
+            start = extent.address - chunk.extents[0].address
+            if not _could_read(self.device, extent, self.into[start:]):
+                chunk.unread.add(extent.extent_id)
+        if len(chunk.unread) == len(chunk.extents):
+            chunk.unread.clear()
+            raise failure
+        self()
 
     def __call__(self) -> None:
         chunk, vault = self.chunk, self.vault
         decoded_at = 0
         for extent, start, stored in _stored(chunk.extents, self.into):
+            if extent.extent_id in chunk.unread:
+                continue
             if stored is None:
                 chunk.bad.add(extent.extent_id)
             elif self.into is chunk.buffer:
@@ -306,9 +338,18 @@ class _ReadInto:
     """What is done with what was read for targets. `buffers` have the stored bytes: the memory of
     a target itself when they are what is to lie there."""
 
+    device: Device
     targets: list[Target]
     buffers: list[memoryview]
     vault: Vault
+
+    def salvage(self, failure: OSError) -> list[Extent]:
+        """What can be read of it alone."""
+        arrived = zip(self.targets, self.buffers, strict=True)
+        read = [pair for pair in arrived if _could_read(self.device, pair[0].extent, pair[1])]
+        if not read:
+            raise failure
+        return [target.extent for target, buffer in read if self._is_good(target, buffer)]
 
     def __call__(self) -> list[Extent]:
         arrived = zip(self.targets, self.buffers, strict=True)
@@ -333,6 +374,14 @@ def _stored(
         start = extent.address - first
         stored = into[start : start + extent.stored]
         yield extent, start, stored if checksum(stored) == extent.checksum else None
+
+
+def _could_read(device: Device, extent: Extent, into: memoryview) -> bool:
+    try:
+        device.read(extent.address, [into[: round_up(extent.stored)]])
+    except OSError:
+        return False
+    return True
 
 
 def _decoded(extent: Extent, stored: memoryview, out: memoryview, vault: Vault) -> bool:

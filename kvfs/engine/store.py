@@ -22,6 +22,7 @@ from kvfs.engine.assembly import Assembler
 from kvfs.engine.buffer import NOTHING, Buffer, Kept, Place, cut
 from kvfs.engine.codec import CodecChoice
 from kvfs.engine.device import Device, DeviceError
+from kvfs.engine.failover import Failover
 from kvfs.engine.files import Part, Stored, extent_limit
 from kvfs.engine.format import (
     ROOT_INODE,
@@ -74,7 +75,8 @@ class StoreOptions:
     counts inodes and extents in use; `checkpoint_changes` items of the index. `reclaim`:
     units may be removed, those that live too long and, when the ring is full, those that
     `policy` names first, without one the oldest; while it is filling up those that were unused
-    for `unused_seconds`.
+    for `unused_seconds`. `shadow`: so much is answered while the device is away, 0 for an end of
+    all writing when it fails; one that does not answer within `deadline_seconds` is away.
     """
 
     cache_size: int = 128 * 1024 * 1024
@@ -86,6 +88,8 @@ class StoreOptions:
     reclaim: bool = True
     policy: Policy | None = None
     unused_seconds: int = 7 * 24 * 3600
+    shadow: int = 0
+    deadline_seconds: float = 30.0
     uid: int = field(default_factory=os.geteuid)
     gid: int = field(default_factory=os.getegid)
 
@@ -121,12 +125,15 @@ class Store:
         self._space = Space(loaded.ring, loaded.index, loaded.extent_max)
         self._writer = Writer(
             device, executor, buffer, loaded.ring, loaded.index, loaded.state, self._space,
-            superblock, loaded.operation, lambda inodes: None,
+            superblock, loaded.operation, lambda inodes: None, options.shadow,
+            options.deadline_seconds,
         )  # fmt: skip
         self._writer.counters.replayed_frames = loaded.frames
         self._reader = ExtentReader(
             device, executor, loaded.ring, buffer, options.cache_size, loaded.index.vault
         )
+        self._failover = self._writer.failover
+        self._reader.is_silent = loaded.index.nodes.is_silent = lambda: self._failover.is_silent
         self._assembler = Assembler(self._reader)
         self._units = Units(loaded.index, loaded.state, lambda: self._space.total, options.policy)
         self._reclaimer = Reclaimer(
@@ -185,6 +192,7 @@ class Store:
             return
         try:
             self._writer.check()
+            self._failover.check()
             for step in (self._drop_orphans, self._units.book):
                 with suppress(UnreadableNode):
                     yield from step()
@@ -192,6 +200,7 @@ class Store:
             yield from self._writer.finished()
             self._writer.check()
         except BaseException:
+            self._failover.close()
             self._buffer.close(keep=True)
             raise
         self._buffer.close(keep=False)
@@ -358,6 +367,9 @@ class Store:
                 ]
                 if not missing:
                     return self._assembler.join(parts)
+                if self._reader.reads.is_reached:
+                    yield from self._reader.reads.room()
+                    continue
                 chunks = self._reader.fetch(missing)
                 self._reader.pin(chunks)
                 pinned += chunks
@@ -409,9 +421,13 @@ class Store:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing more can be written, if so."""
-        failure = self._writer.failure
+        """Why the device cannot be written, if so."""
+        failure = self._writer.failure or self._failover.failure
         return None if failure is None else str(failure)
+
+    @property
+    def failover(self) -> Failover:
+        return self._failover
 
     @property
     def unsaved(self) -> int:
@@ -499,7 +515,12 @@ class Store:
 
     def write_back(self) -> Step[None]:
         """Everything that was answered is in the ring on return, if not durable."""
-        if not self._is_fixed:
+        if self._is_fixed:
+            return
+        if self._failover.is_on:
+            # Before, what it holds cannot be given up.
+            yield from self._writer.sync()
+        else:
             yield from self._writer.written()
 
     def rewrite(self, ino: int, offset: int, length: int) -> Step[bool]:
@@ -685,9 +706,11 @@ class Store:
             return (yield from self._state.prepare(op, lambda: kept))
 
         done = yield from settled(prepared, self._writer.index.nodes.gathering)
-        kept = self._buffer.append(writer.operation + 1, ops.pack(op), data, place)
+        packed = ops.pack(op)
+        kept = self._buffer.append(writer.operation + 1, packed, data, place)
         inode = done()
         writer.count(charge, len(data))
+        self._failover.answered(writer.operation, len(packed) + len(data))
         return inode
 
     # -- durability
@@ -706,11 +729,16 @@ class Store:
         """Carry what is live out of the emptiest segments, at most about a segment of it."""
         return self._writer.clean()
 
+    def look(self) -> None:
+        """Call about once a second, whatever waits: has the device failed, is it back?"""
+        if not self.read_only and self._writer.failure is None:
+            self._failover.look()
+
     def tick(self) -> Step[None]:
         """Call about once a second: what is answered is written within 5 s, flushed
         within 30 s, and checkpointed as the options say."""
         writer, options = self._writer, self._options
-        if self._is_fixed or writer.failure:
+        if self._is_fixed or self.failure is not None:
             return
         now = time.monotonic()
         waits_since = writer.waits_since

@@ -21,9 +21,10 @@ from kvfs.engine import cleaner, journal, keytable, metadata
 from kvfs.engine.btree import Rewrite
 from kvfs.engine.buffer import Buffer
 from kvfs.engine.buffers import BufferPool
-from kvfs.engine.cleaner import Carried
+from kvfs.engine.cleaner import LiveRecord, Unreadable
 from kvfs.engine.codec import AutoCodec
 from kvfs.engine.device import Device
+from kvfs.engine.failover import Failover
 from kvfs.engine.format import (
     BLOCK,
     Checkpoint,
@@ -33,18 +34,19 @@ from kvfs.engine.format import (
     RecordKind,
     Superblock,
     SuperblockFlag,
+    TreeNode,
     round_up,
 )
 from kvfs.engine.index import Index
 from kvfs.engine.io import Completion, Executor, Step, Urgency, wait, wait_all
 from kvfs.engine.metadata import EncodedRecord
-from kvfs.engine.nodecache import UnreadableNode
+from kvfs.engine.nodecache import NodeCache, UnreadableNode
 from kvfs.engine.nodes import error
 from kvfs.engine.ring import PlacedFrame, Ring
 from kvfs.engine.space import Purpose, Space
 from kvfs.engine.state import State
 from kvfs.engine.superblocks import write_superblock
-from kvfs.engine.vault import Turn
+from kvfs.engine.vault import Turn, Vault
 from kvfs.engine.writeback import (
     BATCH_OPERATIONS,
     BATCH_SIZE,
@@ -114,8 +116,14 @@ class Writer:
     superblock: Superblock
     operation: int
     on_blocks_changed: Callable[[list[int]], None]
+    shadow_size: int
+    deadline_seconds: float
 
     def __post_init__(self) -> None:
+        self.failover = Failover(
+            self.device, self.executor, self.shadow_size, self.deadline_seconds,
+            lambda: self.superblock, lambda: self.committed_sequence, self._is_durable,
+        )  # fmt: skip
         self.auto = AutoCodec()
         self.counters = Counters()
         self.failure: BaseException | None = None
@@ -136,6 +144,7 @@ class Writer:
         self._checkpoint: _Checkpoint | None = None
         self._cleaning: Completion[None] | None = None
         self._metadata_writes: deque[Completion[None]] = deque()
+        self._unreleased: deque[tuple[int, Batch]] = deque()  # with their last sequence
 
     # -- what the store asks for
 
@@ -159,8 +168,13 @@ class Writer:
         is_late = time.monotonic() - self.erased_time > _ERASED_SECONDS
         return is_late and self.index.vault.keys.has_dead
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the device is away, and what is answered waits for it in memory."""
+        return self.failover.failure is not None
+
     def check(self) -> None:
-        """Raises EIO once the device has failed."""
+        """Raises EIO once the device has failed for good."""
         if self.failure is not None:
             raise error(errno.EIO, f"the device failed: {self.failure}")
 
@@ -171,7 +185,8 @@ class Writer:
 
     @property
     def is_idle(self) -> bool:
-        return not self._uncommitted and self.operation == self._sealed_operation
+        is_written = not self._uncommitted and self.operation == self._sealed_operation
+        return is_written and not self._unreleased
 
     @property
     def waits_since(self) -> float | None:
@@ -216,11 +231,13 @@ class Writer:
         self._start()
 
     def relieve(self) -> Step[None]:
-        """Wait until the oldest batch is in the ring."""
+        """Wait until the buffer need not keep the oldest batch any longer. Raises EIO."""
         if not self._uncommitted:
             self.seal()
         if self._uncommitted:
-            yield from wait(self._uncommitted[0].committed)
+            yield from self._until(self._uncommitted[0].committed)
+        elif self._unreleased:
+            yield from self.flush()
         self.check()
 
     def written(self) -> Step[None]:
@@ -231,8 +248,9 @@ class Writer:
 
     def arrived(self) -> Step[None]:
         """Everything sealed so far is in the ring, if not flushed."""
+        self.failover.check()
         if self._uncommitted:
-            yield from wait(self._uncommitted[-1].committed)
+            yield from self._until(self._uncommitted[-1].committed)
         self.check()
 
     def sync(self) -> Step[None]:
@@ -241,23 +259,42 @@ class Writer:
         target = self.committed_sequence
         while self.ring.flushed < target:
             if self._flushing is not None and not self._flushing.done:
-                yield self._flushing
+                yield self.failover.gate(self._flushing)
             else:
                 yield from self.flush()
             self.check()
+            self.failover.check()
 
     def flush(self) -> Step[None]:
         """What is in the ring is durable on return. Raises OSError."""
-        covered = self.committed_sequence
-        self._flushing = self._submit(self.device.flush)
+        return self._flush_by(self.device.flush)
+
+    def _flush_by(self, work: Callable[[], None]) -> Step[None]:
+        """Flushes, and what ends with one, go one after the other: what one that fails has lost
+        must not be confirmed by another. Raises OSError."""
+        while self._flushing is not None and not self._flushing.done:
+            yield self.failover.gate(self._flushing)
+            self.failover.check()
+        self.failover.check()
+        covered, failures = self.committed_sequence, self.failover.counters.failures
+        flushing = self._flushing = self.failover.submit(work)
         # Also when nobody waits for it any longer, its outcome counts.
-        self._flushing.when_done(partial(self._flushed, self._flushing, covered))
-        yield from wait(self._flushing)
+        flushing.when_done(partial(self._flushed, flushing, covered, failures))
+        yield from self._until(flushing)
+
+    def _until(self, completion: Completion[T]) -> Step[T]:
+        """For who waits from outside. Raises EIO when the device fails meanwhile."""
+        gate = self.failover.gate(completion)
+        if not gate.done:
+            yield gate
+        self.failover.check()
+        return completion.result()
 
     def checkpoint(self, *, closing: bool = False) -> Step[None]:
         """The index on the device describes everything answered before. Raises OSError EIO, also
         when the index of before cannot be read: `damage` then says so, and no more is made."""
         self.check()
+        self.failover.check()
         self.seal()
         if self.damage is not None:
             raise error(errno.EIO, self.damage)
@@ -267,22 +304,23 @@ class Writer:
         wanted.operation = self._sealed_operation
         wanted.closing |= closing
         self._start()
-        yield from wait(wanted.written)
+        yield from self._until(wanted.written)
 
     def clean(self) -> Step[None]:
         """Carry what is live out of the segments that are cheapest to empty, as far as there
         is room for it; two checkpoints later they are free."""
         self.check()
+        self.failover.check()
         if self._cleaning is None:
             self._cleaning = Completion()
         cleaning = self._cleaning
         self._start()
-        yield from wait(cleaning)
+        yield from self._until(cleaning)
 
     def finished(self) -> Step[None]:
         """Nothing is under way any longer."""
         if self._working is not None:
-            yield from wait(self._working)
+            yield from self._until(self._working)
 
     # -- the work
 
@@ -295,6 +333,7 @@ class Writer:
         try:
             while self._sealed or in_flight or self._checkpoint or self._cleaning:
                 self.check()
+                yield from self._keep_little()
                 alone = self._checkpoint_due or self._cleaning is not None
                 if self._sealed and len(in_flight) < _IN_FLIGHT_MAX and not alone:
                     in_flight.append((yield from self._place_next()))
@@ -345,7 +384,12 @@ class Writer:
             self.counters.frames += 1
             self.counters.device_written += frame.header.frame_length
             self.bytes_since_checkpoint += frame.header.frame_length
-        return [self._submit(partial(self._write_frame, frame)) for frame in frames]
+        return [self.failover.write(frame, partial(self._write_frame, frame)) for frame in frames]
+
+    def _keep_little(self) -> Step[None]:
+        """Of frames that a device which fails may lose."""
+        if self.failover.wants_flush:
+            yield from self.failover.lasting(self.flush)
 
     def _submit(self, work: Callable[[], T]) -> Completion[T]:
         return self.executor.submit(work, Urgency.WRITE_BACK)
@@ -366,23 +410,39 @@ class Writer:
         journal.apply_unit(self.index, self.ring, placed.extents, placed.items, dead)
         self.buffer.forget(dead)
         self.index.settle(batch.sealed.batch, placed.items)
-        self.buffer.release(batch.operation)
-        if batch.arena is not None:
-            batch.arena.give_back()
         self.counters.payload_written += sum(extent.size for extent in placed.extents)
         self.committed_sequence = placed.frames[-1].header.sequence
         self.unsaved -= batch.data_bytes
         assert self._uncommitted.popleft() is batch
+        self._unreleased.append((self.committed_sequence, batch))
+        if not self.failover.is_on:
+            self._release_up_to(self.committed_sequence)
         self.on_blocks_changed(placed.changed_inodes)
         batch.committed.finish()
 
-    def _flushed(self, flush: Completion[None], covered: int) -> None:
+    def _flushed(self, flush: Completion[None], covered: int, failures: int) -> None:
         if flush.error is not None:
-            self._fail(flush.error)
-            return
+            if not self.failover.fail(flush.error):
+                self._fail(flush.error)
+        elif failures == self.failover.counters.failures:
+            # Else what it was for may have been lost between: it says nothing.
+            self._is_durable(covered)
+
+    def _is_durable(self, covered: int) -> None:
         self.ring.flushed = max(self.ring.flushed, covered)
         self.flush_time = time.monotonic()
         self.counters.flushes += 1
+        self.failover.flushed(covered)
+        self._release_up_to(covered)
+
+    def _release_up_to(self, sequence: int) -> None:
+        """The buffer need not keep any longer what is in frames up to that one."""
+        while self._unreleased and self._unreleased[0][0] <= sequence:
+            _, batch = self._unreleased.popleft()
+            self.buffer.release(batch.operation)
+            self.failover.released(batch.operation)
+            if batch.arena is not None:
+                batch.arena.give_back()
 
     def _fail(self, failure: BaseException) -> None:
         """The device cannot be written: say so to everyone, and lose nothing. The buffer
@@ -419,33 +479,28 @@ class Writer:
         cleaning.finish()
 
     def _clean_segment(self, segment: int) -> Step[None]:
-        submit, ring = self._submit, self.ring
         try:
-            found = yield from wait(submit(partial(cleaner.survey, self.device, ring, segment)))
-            if found.taken != ring.live_bytes(segment):
-                raise FormatError("its frames cannot be read")
-            keys = partial(cleaner.first_keys, self.device, found.nodes)
-            taken = sum(round_up(node.stored) for node in found.nodes)
-            self.index.move((yield from wait(submit(keys))), taken)
-        except (FormatError, OSError) as fault:
-            self._leave(segment, fault)
-            return
+            yield from self._empty(segment)
+        except Unreadable as fault:
+            # It stays as it is; everything else can still be written and cleaned.
+            log.error("segment %d cannot be cleaned: %s", segment, fault)
+            self.ring.unmovable.add(segment)
+
+    def _empty(self, segment: int) -> Step[None]:
+        """Raises Unreadable."""
+        ring = self.ring
+        found = yield from self._read(partial(cleaner.survey, self.device, ring, segment))
+        if found.taken != ring.live_bytes(segment):
+            raise Unreadable("its frames cannot be read")
+        taken = sum(round_up(node.stored) for node in found.nodes)
+        keys = yield from self._read(partial(cleaner.first_keys, self.device, found.nodes))
+        self.index.move(keys, taken)
         for pointer in found.others:
             self.rewrite_part(pointer)
         for group in cleaner.groups(found.data):
-            try:
-                carried = yield from cleaner.carry(self.device, self.executor, self.index, group)
-            except OSError as fault:
-                self._leave(segment, fault)
-                return
-            yield from self._carry(carried)
+            yield from self._carry(group)
         ring.emptied(segment)
         self.counters.cleaned_segments += 1
-
-    def _leave(self, segment: int, why: Exception) -> None:
-        """What cannot be read there cannot be carried: it stays, and so does the segment."""
-        log.error("segment %d cannot be cleaned: %s", segment, why)
-        self.ring.unmovable.add(segment)
 
     def rewrite_part(self, pointer: Pointer) -> None:
         """Of bitmap or key table; roots are written anew every time."""
@@ -454,7 +509,9 @@ class Writer:
         vault = self.index.vault
         vault.keys.changed |= {n for n, part in enumerate(vault.table) if pointer in part.places}
 
-    def _carry(self, carried: Carried) -> Step[None]:
+    def _carry(self, group: list[LiveRecord]) -> Step[None]:
+        carry = partial(cleaner.carry, self.device, self.executor, self.index, group)
+        carried = yield from self._read_step(carry)
         items = self.index.vault.sealed(carried.items)
         frames = place_unit(self.ring, carried.payloads, items, self._placed_operation)
         yield from wait_all(self._write([frame for frame, _ in frames]))
@@ -467,6 +524,17 @@ class Writer:
             self.state.files.table.moved(extent)
         self.committed_sequence = frames[-1][0].header.sequence
         self.counters.carried += sum(payload.size for payload in carried.payloads)
+        yield from self._keep_little()
+
+    def _read(self, work: Callable[[], T]) -> Step[T]:
+        return self._read_step(lambda: wait(self._submit(work)))
+
+    def _read_step(self, make: Callable[[], Step[T]]) -> Step[T]:
+        """Raises Unreadable."""
+        try:
+            return (yield from self.failover.read(make))
+        except (OSError, FormatError) as fault:
+            raise Unreadable(str(fault)) from fault
 
     # -- checkpoints
 
@@ -502,7 +570,7 @@ class Writer:
         self.ring.liveness.mark(root.address, root.stored)
         yield from self._written_metadata(0)
         self.committed_sequence = self.ring.position.sequence - 1
-        yield from self.flush()
+        yield from self.failover.lasting(self.flush)
         self.check()
         previous = self.superblock
         following = previous.next(
@@ -531,8 +599,10 @@ class Writer:
         self.counters.checkpoints += 1
 
     def _write_superblock(self, superblock: Superblock) -> Step[None]:
-        yield from wait(self._submit(partial(write_superblock, self.device, superblock)))
-        self.superblock = superblock
+        write = partial(write_superblock, self.device, superblock)
+        self.failover.following = superblock
+        yield from self.failover.lasting(lambda: self._flush_by(write))
+        self.superblock, self.failover.following = superblock, None
 
     def _append_keys(self) -> Step[_Keys | None]:
         """The key table, without the keys that are dead."""
@@ -551,7 +621,8 @@ class Writer:
         return _Keys(turn, appended.table, appended.roots, vault.sealed_keys(turn))
 
     def _rewrite(self) -> Rewrite:
-        return Rewrite(self.index.nodes, self._submit, self._append_metadata)
+        nodes = _PatientNodes(self.index.nodes, self.failover)
+        return Rewrite(nodes, self._submit, self._append_metadata)
 
     def _append_bitmap(self, checkpoint: Checkpoint) -> Step[Checkpoint]:
         """The parts of the bitmap that changed, without what only this does to them."""
@@ -593,6 +664,24 @@ class Writer:
         """At most `left` of the writes are still under way."""
         while len(self._metadata_writes) > left:
             yield from wait(self._metadata_writes.popleft())
+
+
+@dataclass(slots=True)
+class _PatientNodes:
+    """Nodes that a checkpoint cannot do without: it waits for a device that is away."""
+
+    nodes: NodeCache
+    failover: Failover
+
+    @property
+    def vault(self) -> Vault:
+        return self.nodes.vault
+
+    def load(self, pointer: Pointer) -> Step[TreeNode]:
+        return self.failover.read(lambda: self.nodes.load(pointer), is_needed=True)
+
+    def keep(self, pointer: Pointer, node: TreeNode) -> None:
+        self.nodes.keep(pointer, node)
 
 
 @dataclass(slots=True, eq=False)

@@ -225,7 +225,7 @@ class ControlFile:
 
 def _stats(mounted: Mounted) -> dict[str, Any]:
     store, warm = mounted.store, mounted.migration.warm
-    superblock = store.superblock
+    superblock, failover = store.superblock, store.failover
     return {
         "pid": os.getpid(),
         "mountpoint": str(mounted.config.mountpoint),
@@ -239,6 +239,13 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "policy": mounted.config.profile.policy,
         "damage": store.damage,
         "failure": store.failure,
+        "shadow": {
+            "device_failed": failover.failure is not None,
+            "gave_up": failover.gave_up,
+            "limit": failover.limit,
+            "used": failover.used,
+            "counters": asdict(failover.counters),
+        },
         "space": asdict(store.usage()),
         "segment_size": superblock.segment_size,
         "segments": superblock.segment_count,

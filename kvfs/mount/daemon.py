@@ -118,6 +118,7 @@ async def _serve(
     session = Session(_mount(config), filesystem, loop, config.deadline_seconds)
     filesystem.mounted(session.notify)
     beside = [
+        _look(store),
         _tick(store, filesystem, uses),
         _relieve(migration),
         _scrub(scrubbing),
@@ -232,6 +233,12 @@ def _warm_limit(config: MountConfig, directory: Path) -> int:
             f"the warm tier needs {_WARM_SIZE_MIN // 2**20} MiB, and gets {limit // 2**20} MiB: "
             f"raise --warm, or use a --warm-dir with {_WARM_SIZE_MIN // 2**20} MiB free"
         )
+    if config.store.shadow + _WARM_SIZE_MIN > limit:
+        raise DeviceError(
+            f"--shadow {config.store.shadow // 2**20}M is memory of the warm tier, which has "
+            f"{limit // 2**20} MiB and needs {_WARM_SIZE_MIN // 2**20} of them: lower it, or raise "
+            f"--warm"
+        )
     return limit
 
 
@@ -258,6 +265,13 @@ def _set_read_ahead(mountpoint: Path) -> None:
         Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").write_text(str(_READ_AHEAD_KIB))
     except OSError as failure:
         log.info("read-ahead stays at the kernel's default: %s", failure)
+
+
+async def _look(store: Store) -> None:
+    """Not in the tick: that may wait for the device itself."""
+    while True:
+        await asyncio.sleep(_TICK_SECONDS)
+        store.look()
 
 
 async def _tick(store: Store, filesystem: Filesystem, uses: Uses) -> None:

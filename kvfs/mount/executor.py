@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 # What is larger is summed, and sent off, beside the loop.
 _RING_READ_MAX = 256 * 1024
+_LOOK_SECONDS = 0.25
 
 
 class Ended(Protocol):
@@ -45,6 +46,11 @@ class LoopExecutor(WorkerThreads):
         self._ring = open_ring()
         if self._ring is not None:
             loop.add_reader(self._ring.fd, self._ring.finish)
+        self._look()
+
+    def _look(self) -> None:
+        self.replace_stuck()
+        self.loop.call_later(_LOOK_SECONDS, self._look)
 
     @property
     def has_room(self) -> bool:

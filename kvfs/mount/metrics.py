@@ -86,6 +86,7 @@ class _Stats(Collector):
             yield GaugeMetricFamily(_name(name, name), _help(name), stats[name])
         for name in ("read_only", "unrecovered", "superblock_lost", "damage", "failure"):
             yield GaugeMetricFamily(_name(name, name), _help(name), bool(stats[name]))
+        yield from _shadow(stats["shadow"], is_failed=bool(stats["failure"]))
         for name, value in stats["counters"].items():
             yield CounterMetricFamily(_name(name, name), _help(name), value)
         for name, value in stats["warm"].items():
@@ -114,6 +115,22 @@ def _known_by_name(
     yield GaugeMetricFamily("kv_cold_read_p99_ms", text, 1000 * cold.quantile(0.99))
     yield _histogram("kvfs_warm_evict_seconds", "A group of sessions going down", evict)
     yield _histogram("kvfs_cold_read_seconds", "Reads of the device", cold)
+
+
+def _shadow(shadow: Mapping[str, Any], *, is_failed: bool) -> Iterable[Metric]:
+    text = "1 while the device has failed: fsync fails"
+    yield GaugeMetricFamily("kvfs_device_failed", text, is_failed)
+    text = "What was answered while the device was away, and is not on it yet"
+    yield GaugeMetricFamily("kvfs_shadow_bytes", text, shadow["used"])
+    text = "The most that may be answered while the device is away"
+    yield GaugeMetricFamily("kvfs_shadow_limit_bytes", text, shadow["limit"])
+    counters = shadow["counters"]
+    text = "Times that the device failed, and was waited for"
+    yield CounterMetricFamily("kvfs_device_failures", text, counters["failures"])
+    text = "Times that it came back, with all that was answered written home"
+    yield CounterMetricFamily("kvfs_device_returns", text, counters["returns"])
+    text = "Frames that were written again then"
+    yield CounterMetricFamily("kvfs_rewritten_frames", text, counters["rewritten_frames"])
 
 
 def _histogram(name: str, text: str, latencies: Latencies) -> Metric:

@@ -23,10 +23,10 @@ class Mount:
 def mounts() -> list[Mount]:
     """All mounted KVFS that this process can see."""
     found = []
-    # Somebody else's mount may have any bytes in its name.
-    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).rstrip("\n").split("\n"):
+    # The mounts of others may have any bytes as names.
+    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
         before, _, after = line.partition(" - ")
-        kind, source, *_ = after.split(" ")
+        kind, source, *_ = after.split(" ") if after else ("", "")
         if kind == FILESYSTEM_TYPE:
             fields = before.split(" ")
             found.append(Mount(Path(_unescape(fields[4])), _unescape(source), fields[2]))

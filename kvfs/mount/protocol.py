@@ -20,7 +20,7 @@ MAJOR, MINOR = 7, 31
 REQUEST_SIZE_MAX = 1024 * 1024  # of data, in one request: 256 pages, the kernel's limit
 _PAGE = 4096
 # Reads ahead and parts of large requests with O_DIRECT that the kernel has under way at once.
-_BACKGROUND_MAX, _CONGESTED_AT = 64, 48
+_BACKGROUND_MAX, _CONGESTED_AT = 512, 384
 
 REQUEST = Struct("=IIQQIIIHxx")  # length, opcode, unique, inode, uid, gid, pid, extensions
 ANSWER = Struct("=IiQ")  # length, -errno, unique

@@ -25,7 +25,8 @@ from kvfs.mount.protocol import ANSWER, HEAD_SIZE, OPERATIONS, REQUEST, Call, Op
 
 log = logging.getLogger(__name__)
 
-_IN_FLIGHT_MAX = 100
+# Those that wait for a device that does not answer must not keep out those that need none.
+_IN_FLIGHT_MAX = 1000
 _IDLE_BUFFERS_MAX = 8
 # Nobody waits any longer for the answer; a signal; nothing there.
 _HARMLESS = (errno.ENOENT, errno.EINTR, errno.EAGAIN)
@@ -33,7 +34,7 @@ _HARMLESS = (errno.ENOENT, errno.EINTR, errno.EAGAIN)
 
 class Session:
     """Serves one mount. `deadline_seconds`: a request that waits for longer is answered with
-    ETIMEDOUT. `in_flight`: how many wait; more than a hundred are not taken at once."""
+    ETIMEDOUT. `in_flight`: how many wait; more than a thousand are not taken at once."""
 
     def __init__(
         self,

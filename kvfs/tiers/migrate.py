@@ -16,7 +16,7 @@ from functools import partial
 from kvfs.engine.buffer import Kept, cut
 from kvfs.engine.files import Part, Stored
 from kvfs.engine.format import Inode
-from kvfs.engine.io import Completion, Executor, Step, Urgency, settled
+from kvfs.engine.io import Executor, Step, Urgency, settled
 from kvfs.engine.latency import Latencies
 from kvfs.engine.store import Store
 from kvfs.tiers.promotion import Promotion, Stretch, Underway, windows
@@ -120,6 +120,8 @@ class Migration:
         """Call about once a second: above the fill level groups of what nobody used for the
         longest time go down."""
         self.warm.tick()
+        if self.store.failure is not None:
+            return
         while self.warm.fill_pct > self.fill_pct_max:
             group = self.warm.next_to_go(self.group)
             if not group or not (yield from self.demote_group(group)):
@@ -300,10 +302,12 @@ class Migration:
         """Now and then: there may be very many files, all of them in memory."""
         self._looked_at += 1
         if self._looked_at % _LOOKED_AT_ONCE == 0:
-            pause: Completion[None] = self.executor.submit(_nothing)
+            # Without a thread: all of them may be waiting for the device.
+            pause = self.executor.spawn(_nothing())
             if not pause.done:
                 yield pause
 
 
-def _nothing() -> None:
-    pass
+def _nothing() -> Step[None]:
+    return
+    yield

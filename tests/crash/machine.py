@@ -24,6 +24,7 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvfs.engine import failover as failover_module
 from kvfs.engine import reclaim as reclaim_module
 from kvfs.engine import store as store_module
 from kvfs.engine import superblocks as superblocks_module
@@ -52,7 +53,7 @@ from tests.support.encrypted import KEY
 T = TypeVar("T")
 MIB = 1024 * 1024
 # Little stays in memory, so that much is loaded again.
-_OPTIONS = StoreOptions(
+OPTIONS = StoreOptions(
     cache_size=4 * MIB, index_cache_size=256 * 1024, nodes_max=16, reclaim=False, uid=0, gid=0
 )
 _HISTORY_BYTES = 24 * MIB
@@ -124,6 +125,7 @@ class CrashMachine(RuleBasedStateMachine):
     """Work is done in place: what is asked for has happened when the call returns."""
 
     encryption: Encryption | None = None
+    options = OPTIONS
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +158,8 @@ class CrashMachine(RuleBasedStateMachine):
     @initialize(segments=st.integers(12, 16), batch=st.sampled_from([MIB // 4, MIB, 8 * MIB]))
     def begins(self, segments: int, batch: int) -> None:
         modules = (
-            store_module, writer_module, writeback_module, superblocks_module, reclaim_module
+            store_module, writer_module, writeback_module, superblocks_module, reclaim_module,
+            failover_module,
         )  # fmt: skip
         for module in modules:
             self.patches.enter_context(patch.object(module, "time", self.clock))
@@ -174,7 +177,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.pinned = []
         self.executor = self.make_executor()
         warm = WarmTier(self.directory / "warm", _LOG_LIMIT, self.executor, f"boot {self.boots}")
-        self.store = Store.open(self.device, "ring", self.executor, warm, _OPTIONS, KEY)
+        self.store = Store.open(self.device, "ring", self.executor, warm, self.options, KEY)
         assert self.store.damage is None
 
     def make_executor(self) -> Any:
@@ -629,7 +632,7 @@ class DeferredCrashMachine(CrashMachine):
 
 def open_inline(device: RecordingDevice, log: Path) -> Store:
     buffer = OperationLog(log, _LOG_LIMIT, "boot after a power cut")
-    store = Store.open(device, "ring", InlineExecutor(), buffer, _OPTIONS, KEY)
+    store = Store.open(device, "ring", InlineExecutor(), buffer, OPTIONS, KEY)
     assert store.damage is None, store.damage
     return store
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -9,11 +11,15 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.crash.machine import CrashMachine, DeferredCrashMachine
 from tests.support.encrypted import ENCRYPTION
 
-_COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-SHORT = settings(max_examples=100, stateful_step_count=40, **_COMMON)  # type: ignore[arg-type]
+COMMON: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": list(HealthCheck),
+    "print_blob": True,
+}
+SHORT = settings(max_examples=100, stateful_step_count=40, **COMMON)
 # Should it fail, there must be time to say by which history.
 SLOW = pytest.mark.timeout(900)
-LONG = settings(max_examples=1000, stateful_step_count=60, **_COMMON)  # type: ignore[arg-type]
+LONG = settings(max_examples=1000, stateful_step_count=60, **COMMON)
 
 
 @SLOW

@@ -144,3 +144,53 @@ def test_copies_of_any_length(size: int) -> None:
     target = bytearray(size + 2)
     copy(memoryview(noise(size)), memoryview(target)[1 : size + 1])
     assert target == b"\0" + noise(size) + b"\0"
+
+
+# -- opened again ------------------------------------------------------------------------
+
+
+def filled(path: Path, size: int, byte: bytes) -> Path:
+    path.write_bytes(byte * size)
+    return path
+
+
+def first_byte(device: FileDevice) -> bytes:
+    return bytes(read_bytes(device, 0, BLOCK)[:1])
+
+
+def test_another_file_at_its_place_is_opened_and_locked(tmp_path: Path) -> None:
+    path = filled(tmp_path / "ring.img", 4 * BLOCK, b"1")
+    device = FileDevice(path)
+    device.reopen(anyway=False)
+    assert first_byte(device) == b"1"
+    filled(tmp_path / "new", 4 * BLOCK, b"2").replace(path)
+    assert first_byte(device) == b"1"
+    device.reopen(anyway=False)
+    assert first_byte(device) == b"2"
+    with pytest.raises(DeviceError, match="in use"):
+        FileDevice(path)
+    device.close()
+
+
+def test_where_nothing_is_what_is_open_stays(tmp_path: Path) -> None:
+    path = filled(tmp_path / "ring.img", 4 * BLOCK, b"1")
+    device = FileDevice(path)
+    path.unlink()
+    device.reopen(anyway=True)
+    assert first_byte(device) == b"1"
+    device.close()
+
+
+def test_what_cannot_be_opened_again_is_neither_read_nor_written(tmp_path: Path) -> None:
+    path = filled(tmp_path / "ring.img", 4 * BLOCK, b"1")
+    device = FileDevice(path)
+    filled(tmp_path / "new", 2 * BLOCK, b"2").replace(path)
+    with pytest.raises(DeviceError, match="smaller"):
+        device.reopen(anyway=False)
+    for call in (lambda: first_byte(device), lambda: device.write(0, [aligned(BLOCK)])):
+        with pytest.raises(OSError, match=r"\[Errno"):
+            call()
+    filled(tmp_path / "new", 4 * BLOCK, b"3").replace(path)
+    device.reopen(anyway=False)
+    assert first_byte(device) == b"3"
+    device.close()

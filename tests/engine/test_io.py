@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -127,19 +129,19 @@ class Loop(WorkerThreads):
     """The smallest loop: a queue of what is to be called in this thread."""
 
     def __init__(self, threads: int) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        super().__init__(threads, self._calls.put)
+        self.calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        super().__init__(threads, self.calls.put)
 
     def spawn(self, step: Step[T]) -> Completion[T]:
         completion: Completion[T] = Completion()
-        self._calls.put(lambda: self._resume(step, completion))
+        self.calls.put(lambda: self._resume(step, completion))
         return completion
 
     def run(self, step: Step[T]) -> T:
         completion: Completion[T] = Completion()
         self._resume(step, completion)
         while not completion.done:
-            self._calls.get(timeout=60)()
+            self.calls.get(timeout=60)()
         return completion.result()
 
     def _resume(self, step: Step[Any], completion: Completion[Any]) -> None:
@@ -186,13 +188,16 @@ def test_a_long_queue_has_no_room_for_what_can_wait() -> None:
 
 
 @given(
+    demand_max=st.integers(1, 4),
     background_max=st.integers(1, 3),
     moves=st.lists(
         st.one_of(st.sampled_from(Urgency), st.sampled_from(["take", "take", "end", "hasten"]))
     ),
 )
-def test_what_is_next_is_the_most_urgent(background_max: int, moves: list[Urgency | str]) -> None:
-    queued = WorkQueue(background_max)
+def test_what_is_next_is_the_most_urgent(
+    demand_max: int, background_max: int, moves: list[Urgency | str]
+) -> None:
+    queued = WorkQueue(demand_max, background_max)
     waiting: dict[Urgency, list[Completion[Any]]] = {urgency: [] for urgency in Urgency}
     running: list[Work] = []
     passed_over = 0  # turns of demand while write-back waited, since it had one itself
@@ -211,20 +216,24 @@ def test_what_is_next_is_the_most_urgent(background_max: int, moves: list[Urgenc
         elif move == "take":
             taken = queued.take()
             in_background = sum(work.urgency is Urgency.BACKGROUND for work in running)
+            reading = sum(work.urgency is Urgency.DEMAND for work in running)
+            demand = waiting[Urgency.DEMAND] and reading < demand_max
             if taken is None:
-                assert not waiting[Urgency.DEMAND] and not waiting[Urgency.WRITE_BACK]
+                assert not demand and not waiting[Urgency.WRITE_BACK]
                 assert not waiting[Urgency.BACKGROUND] or in_background == background_max
                 continue
             first = waiting[taken.urgency].pop(0)
             assert taken.completion is first, "of one kind the first comes first"
             running.append(taken)
             if taken.urgency is Urgency.BACKGROUND:
-                assert not waiting[Urgency.DEMAND] and not waiting[Urgency.WRITE_BACK]
+                assert not demand and not waiting[Urgency.WRITE_BACK]
                 assert in_background < background_max
             elif taken.urgency is Urgency.WRITE_BACK:
-                assert passed_over == 3 or not waiting[Urgency.DEMAND]
+                assert passed_over == 3 or not demand
                 passed_over = 0
-            elif waiting[Urgency.WRITE_BACK]:
+            else:
+                assert reading < demand_max
+            if taken.urgency is Urgency.DEMAND and waiting[Urgency.WRITE_BACK]:
                 passed_over += 1
                 assert passed_over <= 3, "readers keep write-back from its turn"
         assert queued.urgent == len(waiting[Urgency.DEMAND]) + len(waiting[Urgency.WRITE_BACK])
@@ -246,6 +255,29 @@ def test_guesses_leave_half_of_the_threads_to_demand() -> None:
     assert not running.acquire(blocking=False), "more than half of the threads run guesses"
     blocked.set()
     loop.run(wait_all(guesses))
+
+
+def test_work_that_never_ends_holds_up_nothing_else() -> None:
+    """More of it than there are threads; each ends once it may, and so does its thread."""
+    loop, blocked = Loop(threads=5), threading.Event()
+    before = threading.active_count()
+    stuck = [loop.submit(blocked.wait) for _ in range(30)]
+    # Not only readers: there are threads that they cannot take.
+    assert loop.run(wait(loop.submit(lambda: 5, Urgency.WRITE_BACK))) == 5
+    other = loop.submit(lambda: 6)
+    limit = time.monotonic() + 30
+    while not other.done:
+        assert time.monotonic() < limit, "it waits for what never ends"
+        loop.replace_stuck()
+        time.sleep(0.02)
+        with suppress(queue.Empty):
+            loop.calls.get_nowait()()
+    blocked.set()
+    loop.run(wait_all(stuck))
+    while threading.active_count() > before and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert threading.active_count() == before
+    assert loop.run(wait(loop.submit(lambda: 7))) == 7
 
 
 def test_a_guess_that_somebody_waits_for_goes_at_once() -> None:

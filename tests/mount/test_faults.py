@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.support.command import error_line
 from tests.support.mounter import Mounter
@@ -118,3 +121,16 @@ def test_the_length_of_the_list_of_xattrs_can_be_asked_for(kv_mount: Path) -> No
     assert ctypes.get_errno() == errno.ERANGE
     assert libc.listxattr(path, buffer, length) == length
     assert set(buffer.raw.decode().split("\0")) == names | {""}
+
+
+def test_a_mount_of_others_may_have_any_bytes_as_a_name(mounter: Mounter) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount such a thing")
+    point = os.fsencode(mounter.directory) + b"/\xff\x85 odd"
+    os.mkdir(point)
+    subprocess.run([b"mount", b"-t", b"tmpfs", b"\xfe", point], check=True)
+    try:
+        mounter.mount()
+        mounter.umount()
+    finally:
+        subprocess.run([b"umount", point], check=True)

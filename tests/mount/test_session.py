@@ -18,6 +18,7 @@ import pytest
 
 from kvfs.engine.io import Completion, DeadlineExceeded, Step, wait
 from kvfs.mount import protocol
+from kvfs.mount import session as session_module
 from kvfs.mount.attach import MountError, attach
 from kvfs.mount.loop import Loop
 from kvfs.mount.protocol import Call, Opened
@@ -195,7 +196,10 @@ def test_what_is_no_answer_is_an_error_and_the_next_is_served(point: Path) -> No
         assert _soon(lambda: session.in_flight == 0)
 
 
-def test_more_requests_than_are_taken_at_once_are_all_answered(point: Path) -> None:
+def test_more_requests_than_are_taken_at_once_are_all_answered(
+    point: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "_IN_FLIGHT_MAX", 100)
     faulty = Faulty()
     gate: Completion[None] = Completion()
     names = [f"x{number:03}" for number in range(150)]

@@ -145,6 +145,9 @@ class RecordingDevice:
         else:
             self.events.append(Flushed(self._asked, frozenset(self._own)))
 
+    def reopen(self, *, anyway: bool) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -159,6 +162,14 @@ class RecordingDevice:
             self._asked = None
 
     # -- history
+
+    def lose_unflushed(self, survives: Survival) -> None:
+        """As in a power cut that it comes back from: its history begins anew."""
+        image = self.image_after(len(self.events), survives)
+        self.forget(len(self.events))
+        self._base_pending.clear()
+        self._base[:] = image
+        self.image[:] = image
 
     def note(self, what: str, value: int) -> None:
         self.events.append(Noted(what, value))

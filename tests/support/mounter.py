@@ -58,14 +58,12 @@ class Mounter:
     @property
     def pid(self) -> int:
         """Of the daemon of the last mount."""
-        assert self._daemon is not None, "mount it first"
-        return self._daemon.pid
+        return self.daemon.pid
 
     @property
     def has_ended(self) -> bool:
         """Whether that daemon has."""
-        assert self._daemon is not None, "mount it first"
-        return has_ended(self._daemon)
+        return has_ended(self.daemon)
 
     def mount(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """`kvfs mount`; a mount whose daemon was killed is cleared by it."""
@@ -77,6 +75,12 @@ class Mounter:
             self.adopt()
         return result
 
+    @property
+    def daemon(self) -> psutil.Process:
+        """Of the last mount."""
+        assert self._daemon is not None, "mount it first"
+        return self._daemon
+
     def adopt(self) -> None:
         """Know the daemon that serves the mountpoint."""
         self._daemon = psutil.Process(self.stats()["pid"])
@@ -87,8 +91,7 @@ class Mounter:
     def kill(self) -> None:
         """SIGKILL the daemon and wait until it is gone. The dead mount stays."""
         os.kill(self.pid, signal.SIGKILL)
-        assert self._daemon is not None
-        assert wait_for_end(self._daemon, 30), "the daemon survives SIGKILL"
+        assert wait_for_end(self.daemon, 30), "the daemon survives SIGKILL"
 
     def stats(self) -> dict[str, Any]:
         """`/.kvfs/stats.json`."""
@@ -97,12 +100,16 @@ class Mounter:
         )
         return document
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """Whatever state it is in."""
         if find_mount(self.mountpoint):
             self.umount(check=False)
         if self._daemon is not None and not wait_for_end(self._daemon, 5):
             self.kill()
         if find_mount(self.mountpoint):
             kvfs("umount", "--force", self.mountpoint)
+
+    def close(self) -> None:
+        self.end()
         shutil.rmtree(self.directory)
         shutil.rmtree(self.warm_directory)
