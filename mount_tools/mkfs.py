@@ -25,6 +25,7 @@ from kvfs.engine.format import (
     Cipher,
     FormatError,
     Superblock,
+    UnknownFormatError,
 )
 from kvfs.engine.superblocks import Encryption, format_device
 from kvfs.mount.backing import claimed
@@ -196,8 +197,9 @@ def _fitting_segment_size(device: FileDevice) -> int:
 def _refuse_used(device: FileDevice) -> None:
     path = device.path
     advice = f"if it is not needed, format it with: kvfs mkfs {path} --force"
-    if _holds_ring(device):
-        raise CommandError(f"{path} holds a KVFS ring already; {advice}")
+    ring = _ring_on(device)
+    if ring is not None:
+        raise CommandError(f"{path} holds {ring}; {advice}")
     signature = _signature(path)
     if signature is not None:
         raise CommandError(f"{path} carries a signature of {signature}; {advice}")
@@ -207,18 +209,20 @@ def _refuse_used(device: FileDevice) -> None:
         raise CommandError(f"{path} is not empty (its first MiB holds data); {advice}")
 
 
-def _holds_ring(device: FileDevice) -> bool:
+def _ring_on(device: FileDevice) -> str | None:
     for address in SUPERBLOCK_ADDRESSES:
         block = _blocks(BLOCK)
         if address + BLOCK > device.size:
-            return False
+            return None
         device.read(address, [block])
         try:
             Superblock.unpack(block)
+        except UnknownFormatError as fault:
+            return f"a KVFS ring of another release already ({fault})"
         except FormatError:
             continue
-        return True
-    return False
+        return "a KVFS ring already"
+    return None
 
 
 def _signature(path: Path) -> str | None:

@@ -87,7 +87,23 @@ class Feature(IntFlag):
     ENCRYPTED = 1
 
 
-_KNOWN_FEATURES = sum(Feature)
+def _feature_names(features: int) -> bytes:
+    return b",".join(f.name.lower().encode() for f in Feature if f & features and f.name)
+
+
+def _unknown_features(features: int, names: bytes) -> str | None:
+    """Those that this release does not know, as the ring itself names them."""
+    bits = [bit for bit in range(64) if features >> bit & 1]
+    told = names.rstrip(b"\0").decode("ascii", "replace").split(",")
+    if len(told) != len(bits):
+        told = [""] * len(bits)
+    known = {feature.bit_length() - 1 for feature in Feature}
+    unknown = [
+        f"{name} (bit {bit})" if name.isidentifier() else f"bit {bit}"
+        for bit, name in zip(bits, told, strict=True)
+        if bit not in known
+    ]
+    return ", ".join(unknown) or None
 
 
 class Cipher(IntEnum):
@@ -153,7 +169,8 @@ class Position:
 class Superblock:
     """The root of everything. Two slots, written in turn; the newest valid one wins.
 
-    `features` are incompatible: a reader that does not know one must refuse.
+    `features` are incompatible: a reader that does not know one must refuse. Their names stand
+    at the end of the block, so that it can say which.
     `id_floor`: no inode or extent id at or above it was ever handed out.
     `oplog_home`: where the operation log of this mount lies, as its buffer names it.
     `epoch_start`: frames with this sequence or a later one are of `epoch` or a later one.
@@ -186,6 +203,7 @@ class Superblock:
     STRUCT: ClassVar[struct.Struct] = struct.Struct(
         f"<8sIIQ16sQQQQQIIQQ16s16s512sIIQ28s32sB3x28s28s{SEALED_KEYS_SIZE}s"
     )
+    NAMES_AT: ClassVar[int] = BLOCK - 8 - 512
 
     def pack(self) -> bytes:
         body = self.STRUCT.pack(
@@ -215,12 +233,14 @@ class Superblock:
             *(pointer.pack() for pointer in self.key_tables),
             self.sealed_keys,
         )
+        body = body.ljust(self.NAMES_AT, b"\0") + _feature_names(self.features)
         body = body.ljust(BLOCK - 8, b"\0")
         return body + checksum(body).to_bytes(8, "little")
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Superblock:
-        """Raises FormatError when the block is no superblock of this version."""
+        """Raises FormatError when the block is no superblock, and UnknownFormatError, with what
+        to do, when it is one that another release has to read."""
         data = bytes(data)
         if data[:8] != cls.MAGIC:
             raise FormatError("no KVFS superblock")
@@ -233,11 +253,20 @@ class Superblock:
             key_table_again, sealed_keys,
         ) = cls.STRUCT.unpack_from(data)  # fmt: skip
         if version != FORMAT_VERSION or block != BLOCK or data_start != DATA_START:
-            raise UnknownFormatError(f"format version {version} is unknown to this release")
-        if features & ~_KNOWN_FEATURES:
-            raise UnknownFormatError(f"feature bits {features:#x} are unknown to this release")
+            other = "a newer kvfs" if version >= FORMAT_VERSION else "the kvfs that made it"
+            raise UnknownFormatError(
+                f"format version {version} is unknown to this release, which reads version "
+                f"{FORMAT_VERSION}; use {other}"
+            )
+        unknown = _unknown_features(features, data[cls.NAMES_AT : BLOCK - 8])
+        if unknown is not None:
+            raise UnknownFormatError(
+                f"it uses features that are unknown to this release: {unknown}; use a newer kvfs"
+            )
         if cipher not in set(Cipher):
-            raise UnknownFormatError(f"cipher {cipher} is unknown to this release")
+            raise UnknownFormatError(
+                f"cipher {cipher} is unknown to this release; use a newer kvfs"
+            )
         return cls(
             uuid=uuid,
             generation=generation,

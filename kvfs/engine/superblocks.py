@@ -129,7 +129,7 @@ def read_superblocks(device: Device, name: str) -> Superblocks:
         try:
             found.append(Superblock.unpack(read_bytes(device, address, BLOCK)))
         except UnknownFormatError as fault:
-            raise DeviceError(f"{name}: {fault}; mount it with a newer release") from None
+            raise DeviceError(f"{name}: {fault}") from None
         except (FormatError, OSError) as fault:
             reasons.append(str(fault))
     if not found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +52,7 @@ from kvfs.engine.format import (
     round_up,
     unpack_items,
 )
+from tests.support.images import from_a_newer_release, sealed
 
 U8, U32, U64 = st.integers(0, 2**8 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 I64 = st.integers(-(2**63), 2**63 - 1)
@@ -323,18 +323,36 @@ def test_a_cut_operation_is_refused(operation: ops.Operation, data: st.DataObjec
         ops.unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
 
 
-def sealed(body: bytes) -> bytes:
-    body = body[: BLOCK - 8]
-    return body + checksum(body).to_bytes(8, "little")
-
-
-def test_a_superblock_of_another_version_or_with_unknown_features_is_said_to_be_newer() -> None:
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(FORMAT_VERSION + 1, "use a newer kvfs"), (FORMAT_VERSION - 1, "use the kvfs that made it")],
+)
+def test_another_version_is_refused_by_number_with_what_to_use(version: int, advice: str) -> None:
     packed = EXAMPLE_SUPERBLOCK.pack()
-    another_version = sealed(packed[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + packed[12:])
-    unknown_feature = dataclasses.replace(EXAMPLE_SUPERBLOCK, features=1 << 40).pack()
-    for data in (another_version, unknown_feature):
-        with pytest.raises(UnknownFormatError, match="unknown to this release"):
-            Superblock.unpack(data)
+    another = sealed(packed[:8] + version.to_bytes(4, "little") + packed[12:])
+    with pytest.raises(UnknownFormatError, match=f"format version {version} is unknown .*{advice}"):
+        Superblock.unpack(another)
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        ({5: "lossy", 63: "shared_prefixes"}, "lossy (bit 5), shared_prefixes (bit 63)"),
+        ({5: ""}, "bit 5"),
+        ({5: "", 6: "named"}, "bit 5, named (bit 6)"),
+        ({5: "two,names"}, "bit 5"),
+        ({5: "\x1b[2J"}, "bit 5"),
+        ({40: "n" * 512}, f"{'n' * 512} (bit 40)"),
+        (dict.fromkeys(range(8, 64), ""), ", ".join(f"bit {bit}" for bit in range(8, 64))),
+    ],
+)
+def test_unknown_features_are_refused_by_the_names_that_the_ring_gives_them(
+    features: dict[int, str], told: str
+) -> None:
+    newer = from_a_newer_release(EXAMPLE_SUPERBLOCK, features)
+    with pytest.raises(UnknownFormatError) as refusal:
+        Superblock.unpack(newer)
+    assert f"unknown to this release: {told}; use a newer kvfs" in str(refusal.value)
 
 
 def test_superblocks_take_turns_in_the_slots() -> None:
