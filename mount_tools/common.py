@@ -52,9 +52,14 @@ def describe_os_error(failure: OSError) -> str:
     return reason if failure.filename is None else f"{os.fsdecode(failure.filename)}: {reason}"
 
 
+def say(message: str) -> None:
+    """One line for people."""
+    print(printable(message))
+
+
 def warn(message: str) -> None:
     """One line for people that scripts can tell from the output."""
-    print(f"kvfs: {message}", file=sys.stderr)
+    print(f"kvfs: {printable(message)}", file=sys.stderr)
 
 
 def print_json(value: object) -> None:
@@ -62,8 +67,11 @@ def print_json(value: object) -> None:
 
 
 def printable(text: str) -> str:
-    """A file's name may hold any bytes: those that would upset a terminal are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """A file's name may hold any bytes: those that would upset a terminal, begin a line, or
+    turn the direction of writing are escaped, and what escapes them."""
+    return "".join(
+        c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def print_table(

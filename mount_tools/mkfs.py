@@ -30,7 +30,7 @@ from kvfs.engine.format import (
 from kvfs.engine.superblocks import Encryption, format_device
 from kvfs.mount.backing import claimed
 from kvfs.mount.mounts import containing_mount
-from mount_tools.common import CommandError, format_size, parse_path, parse_size, print_json
+from mount_tools.common import CommandError, format_size, parse_path, parse_size, print_json, say
 from mount_tools.keys import KeyCommand, KeyFile, Keyring, read_key
 from mount_tools.mountpoints import require_answer
 
@@ -112,13 +112,13 @@ def mkfs(
     if json_output:
         print_json(_description(device, superblock))
         return
-    print(
+    say(
         f"formatted {device}: {format_size(superblock.device_size)}, "
         f"{superblock.segment_count} segments of {format_size(superblock.segment_size)}"
     )
-    print(f"uuid {UUID(bytes=superblock.uuid)}")
+    say(f"uuid {UUID(bytes=superblock.uuid)}")
     if encrypt:
-        print(f"encrypted with {cipher.value}: without its key nothing of it can be read")
+        say(f"encrypted with {cipher.value}: without its key nothing of it can be read")
 
 
 def _description(device: Path, superblock: Superblock) -> dict[str, object]:

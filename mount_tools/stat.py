@@ -126,7 +126,7 @@ def _show_session(directory: Path, json_output: bool) -> None:
         print_json({"kind": "session", **session.as_json(), "description": description})
         return
     print_facts(_session_facts(session, description))
-    print()
+    typer.echo()
     rows = [
         [f.name, format_size(f.size), format_size(f.stored), _ratio_text(f.size, f.stored)]
         for f in session.files
@@ -192,7 +192,7 @@ def _show_file(path: Path, with_extents: bool, json_output: bool) -> None:
         return
     print_facts(_file_facts(layer))
     if with_extents:
-        print()
+        typer.echo()
         rows = [[str(extent[column]) for column in _EXTENT_COLUMNS] for extent in layer.extents]
         print_table(_EXTENT_COLUMNS, rows, ("offset", "length", "stored", "address"))
 

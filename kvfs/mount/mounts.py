@@ -23,7 +23,9 @@ class Mount:
 def mounts() -> list[Mount]:
     """All mounted KVFS that this process can see."""
     found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+    # Names of all users' mounts are in it: of any bytes, but for what the kernel escapes.
+    table = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
+    for line in table.rstrip("\n").split("\n"):
         before, _, after = line.partition(" - ")
         kind, source, *_ = after.split(" ")
         if kind == FILESYSTEM_TYPE:
