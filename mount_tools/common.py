@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from math import inf
 from pathlib import Path
 
 import typer
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 _UNITS = ("", "K", "M", "G", "T", "P")
+_SIZE_MAX = 2**62  # as of a file
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -26,9 +28,10 @@ class CommandError(Exception):
 def parse_size(text: str) -> int:
     """`64M`, `1.5GiB` or `4096` as bytes; units are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    size = float(match[1]) * 1024 ** _UNITS.index(match[2].upper()) if match else inf
+    if size > _SIZE_MAX:
         raise typer.BadParameter(f"{text!r} is not a size: give it as 4096, 64M or 1.5G")
-    return int(float(match[1]) * 1024 ** _UNITS.index(match[2].upper()))
+    return int(size)
 
 
 def parse_path(text: str) -> Path:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from kvfs.engine.codec import ITEM_SIZES, elements
 from mount_tools.common import (
     CommandError,
     format_size,
@@ -261,11 +262,8 @@ def _file_facts(layer: LayerFile) -> Iterator[tuple[str, str]]:
 
 def _parse_shape(text: str | None) -> list[int] | None:
     """`2,3,64`; None for anything else: users may set what they like."""
-    try:
-        shape = [int(part) for part in (text or "").split(",")]
-    except ValueError:
-        return None
-    return shape if all(length > 0 for length in shape) else None
+    text = text or ""
+    return None if elements(os.fsencode(text)) is None else [int(n) for n in text.split(",")]
 
 
 def _row_bytes(dtype: str | None, shape: list[int] | None) -> int | None:
@@ -278,7 +276,7 @@ def _stored_type(dtype: str | None) -> np.dtype[Any] | None:
     if dtype == "bfloat16":
         return np.dtype("<u2")
     try:
-        found = np.dtype(dtype) if dtype else None
+        found = np.dtype(dtype) if dtype in ITEM_SIZES else None
     except TypeError:
         return None
     return found if found is not None and found.kind in "fiu" else None

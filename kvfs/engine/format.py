@@ -11,6 +11,7 @@ prose; a change here bumps FORMAT_VERSION or claims a feature bit.
 
 from __future__ import annotations
 
+import errno
 import struct
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
@@ -36,6 +37,7 @@ NO_SEGMENT = 0xFFFF_FFFF
 ROOT_INODE = 1
 FIRST_FREE_ID = 16
 OPLOG_HOME_MAX = 512
+METADATA_SIZE_MAX = 64 * 1024 * 1024  # of a record, decoded
 SECRET_SIZE = 32  # of every key
 NONCE_SIZE, TAG_SIZE = 12, 16
 SEAL_OVERHEAD = NONCE_SIZE + TAG_SIZE  # what encryption adds
@@ -43,8 +45,15 @@ HASH_KEY_SIZE = 16
 SEALED_KEYS_SIZE = HASH_KEY_SIZE + 3 * SECRET_SIZE + SEAL_OVERHEAD
 
 
-class FormatError(Exception):
-    """Bytes that are not what they should be: bad magic, checksum or bounds."""
+class FormatError(OSError):
+    """Bytes that are not what they should be: bad magic, checksum or bounds. To who asked for
+    what they stand for it is an I/O error."""
+
+    errno = errno.EIO
+
+    @property
+    def strerror(self) -> str:  # type: ignore[override]
+        return str(self)
 
 
 class UnknownFormatError(FormatError):
@@ -130,8 +139,11 @@ class Pointer(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Pointer:
-        """Raises FormatError on a wrong length."""
-        return cls(*_fields(_POINTER, data))
+        """Raises FormatError on a wrong length, and for what no record is like."""
+        pointer = cls(*_fields(_POINTER, data))
+        if max(pointer.stored, pointer.size) > METADATA_SIZE_MAX or pointer.address % BLOCK:
+            raise FormatError("a pointer to what is no record")
+        return pointer
 
 
 NOWHERE = Pointer()
@@ -468,6 +480,7 @@ DIRECTORIES_PER_GROUP = 1000
 SERIAL_BITS = 43
 _GROUP_SHIFT = SERIAL_BITS + 1
 GROUP_MAX = (1 << (63 - _GROUP_SHIFT)) - 1
+ID_MAX = 1 << (SERIAL_BITS - 1)  # what is handed out never comes that far
 
 
 def inode_number(group: int, serial: int, *, is_directory: bool) -> int:
@@ -651,6 +664,9 @@ class Slice:
         return cls(offset, length, extent_id, skew)
 
 
+_STORED_MAX = EXTENT_SIZE_MAX + SEAL_OVERHEAD
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A run of file bytes stored as one checked unit. Lengths are in bytes. `key_id` is the
@@ -676,8 +692,10 @@ class Extent:
 
     @classmethod
     def unpack(cls, extent_id: int, value: bytes) -> Extent:
-        """Raises FormatError on a wrong length."""
+        """Raises FormatError on a wrong length, and for sizes and places that cannot be."""
         address, stored, size, codec, item_size, cipher, key_id, check = _fields(cls.STRUCT, value)
+        if address % BLOCK or not 0 < size <= EXTENT_SIZE_MAX or not 0 < stored <= _STORED_MAX:
+            raise FormatError("an extent that cannot be")
         return cls(extent_id, address, stored, size, codec, item_size, check, cipher, key_id)
 
     @property
@@ -694,6 +712,12 @@ class Extent:
 REFERENCES = struct.Struct("<I")
 
 
+def unpack_references(value: bytes) -> int:
+    """Raises FormatError on a wrong length."""
+    count: int = _fields(REFERENCES, value)[0]
+    return count
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Inodes that there are, and directories that were ever made."""
@@ -708,8 +732,11 @@ class Counts:
 
     @classmethod
     def unpack(cls, value: bytes) -> Counts:
-        """Raises FormatError on a wrong length."""
-        return cls(*_fields(cls.STRUCT, value))
+        """Raises FormatError on a wrong length, and for more than there can be."""
+        counts = cls(*_fields(cls.STRUCT, value))
+        if counts.directories_made // DIRECTORIES_PER_GROUP > GROUP_MAX:
+            raise FormatError("more directories than there can be")
+        return counts
 
 
 def pack_items(items: list[Item]) -> bytes:
@@ -838,6 +865,8 @@ class TreeNode:
         if len(data) < self._values_at:
             raise FormatError("a node of the index is cut")
         self._ends = memoryview(data)[ends_at : self._values_at].cast("I")
+        if self.level and not self.count:
+            raise FormatError("a node of the index is empty")
         if self.count and self._values_at + self._ends[-1] != len(data):
             raise FormatError("a node of the index is cut")
 
@@ -1012,6 +1041,8 @@ class KvmapLayout:
     def unpack(cls, data: bytes | memoryview) -> KvmapLayout:
         """Raises FormatError."""
         tokens, count, *tables = _unsummed(cls.STRUCT, data, "the layout of a warm file is torn")
+        if not 1 <= count <= KVMAP_TABLES_MAX:
+            raise FormatError("the layout of a warm file has no tables")
         return cls(tokens, tuple(tables[:count]))
 
 

@@ -14,10 +14,12 @@ from kvfs.engine import ops
 from kvfs.engine.format import (
     BLOCK,
     DATA_START,
+    EXTENT_SIZE_MAX,
     FORMAT_VERSION,
     KVMAP_ENTRY_SIZE,
     KVMAP_LAYOUT_AT,
     KVMAP_TABLES_MAX,
+    METADATA_SIZE_MAX,
     NAME_COLLISIONS_MAX,
     SEALED_KEYS_SIZE,
     SUPERBLOCK_ADDRESSES,
@@ -59,7 +61,9 @@ I64 = st.integers(-(2**63), 2**63 - 1)
 NAMES = st.binary(min_size=1, max_size=255)
 BYTES_16 = st.binary(min_size=16, max_size=16)
 
-POINTERS = st.builds(Pointer, U64, U32, U32, U8, U64)
+ADDRESSES = st.integers(0, 2**52 - 1).map(lambda block: block * BLOCK)
+SIZES = st.integers(0, METADATA_SIZE_MAX)
+POINTERS = st.builds(Pointer, ADDRESSES, SIZES, SIZES, U8, U64)
 POSITIONS = st.builds(Position, U32, U64, U32, U64, U64)
 SUPERBLOCKS = st.builds(
     Superblock,
@@ -120,7 +124,8 @@ RECORDS = st.builds(
 INODES = st.builds(
     Inode, U64, U32, U32, U32, U32, U64, U64, U64, I64, I64, I64, I64, U64, st.binary(max_size=255)
 )
-EXTENTS = st.builds(Extent, U64, U64, U32, U32, U8, U8, U64, U8, U64)
+EXTENT_SIZES = st.integers(1, EXTENT_SIZE_MAX)
+EXTENTS = st.builds(Extent, U64, ADDRESSES, EXTENT_SIZES, EXTENT_SIZES, U8, U8, U64, U8, U64)
 SLICES = st.builds(Slice, U64, U32, U64, U32)
 CHUNK_HEADERS = st.builds(OplogChunkHeader, BYTES_16, BYTES_16, U64)
 ITEMS = st.lists(
@@ -396,7 +401,7 @@ def test_the_superblock_lies_as_the_documentation_says() -> None:
         uuid=b"u" * 16, generation=2, epoch=3, epoch_start=4, created_ns=5, device_size=6,
         segment_size=7, segment_count=8, id_floor=9, hash_key=b"h" * 16, oplog_token=b"t" * 16,
         oplog_home=b"home", flags=SuperblockFlag.CLEAN, operation=11,
-        checkpoint=Pointer(12, 13, 14, 1, 15), replay=Position(16, 17, 18, 19, 20),
+        checkpoint=Pointer(3 * BLOCK, 13, 14, 1, 15), replay=Position(16, 17, 18, 19, 20),
     ).pack()  # fmt: skip
 
     def number(at: int, size: int) -> int:
