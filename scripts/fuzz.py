@@ -89,6 +89,7 @@ def attempt(target: Target, random: Random) -> Fault | None:
 
 
 def work(portion: Portion) -> Done:
+    logging.disable(logging.CRITICAL)
     target, random = find(portion.target), Random(portion.seed)
     started, faults = time.monotonic(), []
     with memory_bounded():

@@ -35,10 +35,11 @@ _SETTABLE: dict[bytes, Callable[[bytes], bool]] = {
     b"model": lambda value: True,
     b"unit": lambda value: value in (b"auto", b"session", b"pool"),
     b"pin": lambda value: value in (b"0", b"1"),
-    b"ttl": lambda value: value.isdigit() and len(value) <= _TTL_DIGITS,
-    b"device_id": bytes.isdigit,
+    b"ttl": lambda value: value.isdigit() and len(value) <= _DIGITS_MAX,
+    b"device_id": lambda value: value.isdigit() and len(value) <= _DIGITS_MAX,
 }
-_TTL_DIGITS = 12
+_DIGITS_MAX = 12
+_PLACE_DIGITS_MAX = 18
 
 # What setting these does: a fork of that name beside it; into the warm tier; out of it.
 FORK = PREFIX + b"fork"
@@ -62,7 +63,8 @@ def read_xattr(store: Store, migration: Migration, ino: int, name: bytes) -> Ste
     if name == _TIER:
         return (yield from migration.tier(ino)).encode()
     what, _, start = name.removeprefix(PREFIX).partition(b".")
-    if name.startswith(PREFIX) and what == b"extents" and (not start or start.isdigit()):
+    is_place = start.isdigit() and len(start) <= _PLACE_DIGITS_MAX
+    if name.startswith(PREFIX) and what == b"extents" and (not start or is_place):
         return (yield from _extents(store, ino, int(start or 0)))
     value = yield from store.xattr(ino, name)
     if value is None and name.startswith(PREFIX):

@@ -181,7 +181,7 @@ def test_small_structures_come_back(
 
 @given(
     st.builds(KvmapHeader, BYTES_16, BYTES_16, U64, U64, U64),
-    st.builds(KvmapLayout, U64, st.lists(U64, max_size=KVMAP_TABLES_MAX).map(tuple)),
+    st.builds(KvmapLayout, U64, st.lists(U64, min_size=1, max_size=KVMAP_TABLES_MAX).map(tuple)),
     st.builds(KvmapEntry, U64, U64, U64, U64, U64, U64, U64),
 )
 def test_what_a_warm_file_holds_comes_back(

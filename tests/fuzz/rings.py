@@ -145,6 +145,13 @@ class Forger:
                 data = self._other_header(data)
             self.device.write(frame.header.address, [memoryview(data)])
 
+    def append(self, items: list[Item]) -> None:
+        """A frame with these items, as if they had been written last."""
+        frame = self.ring.append(
+            [], [], pack_items(items), operation=self.operation + 1, continues=False
+        )
+        self.device.write(frame.header.address, frame.buffers)
+
     def _item(self) -> Item:
         random, items = self.random, self.items()
         key, value = random.choice(items)

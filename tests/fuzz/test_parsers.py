@@ -22,7 +22,7 @@ def bounded() -> Iterator[None]:
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_a_parser_gives_a_value_or_the_error_that_it_says(target: Target) -> None:
     @settings(
-        max_examples=max(5, min(100, target.share // 200)), database=None, deadline=None,
+        max_examples=max(3, min(50, target.share // 500)), database=None, deadline=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(st.randoms(use_true_random=False))
