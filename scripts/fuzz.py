@@ -104,7 +104,7 @@ def portions(targets: list[Target], runs: int, seed: int) -> Iterator[Portion]:
     """The long ones first, so that the processes end together."""
     shares = sum(target.share for target in targets)
     for target in reversed(targets):
-        left = max(1, runs * target.share // shares)
+        left = -(-runs * target.share // shares)
         size = _PORTION if target.share > 5_000 else 20
         number = 0
         while left > 0:

@@ -101,7 +101,7 @@ class Forger:
     def __post_init__(self) -> None:
         self.device = MemoryDevice(self.image)
         superblocks = read_superblocks(self.device, "ring")
-        loaded = load_newest(self.device, "ring", superblocks, 4 * MIB, 40_000)
+        loaded = load_newest(self.device, "ring", superblocks, 4 * MIB, 40_000, None)
         self.superblock = superblocks.newest
         self.ring: Ring = loaded.ring
         self.operation = loaded.operation

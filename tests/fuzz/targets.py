@@ -21,20 +21,25 @@ import numpy as np
 import typer
 
 from kvfs.engine import btree, codec, metadata, ops
+from kvfs.engine.ciphers import seal, unseal
 from kvfs.engine.codec import Codec, Layout
 from kvfs.engine.device import DeviceError
 from kvfs.engine.format import (
+    _POINTER,
     BLOCK,
     DATA_START,
     KEY,
+    KEY_ENTRY,
     KVMAP_DATA_START,
     KVMAP_LAYOUT_AT,
     OPLOG_ALIGN,
     OPLOG_RECORD,
     OPLOG_RECORD_SIZE,
     OPLOG_REFERENCE,
+    SECRET_SIZE,
     SUPERBLOCK_ADDRESSES,
     Checkpoint,
+    Cipher,
     Counts,
     Dentry,
     Extent,
@@ -42,6 +47,7 @@ from kvfs.engine.format import (
     FrameHeader,
     Inode,
     ItemKind,
+    KeyPart,
     KvmapEntry,
     KvmapHeader,
     KvmapLayout,
@@ -57,8 +63,11 @@ from kvfs.engine.format import (
     Xattr,
     checksum,
     pack_items,
+    pack_key_parts,
     round_up,
     unpack_items,
+    unpack_key_entries,
+    unpack_key_parts,
 )
 from kvfs.engine.io import InlineExecutor
 from kvfs.engine.ring import Geometry, Ring, read_frame, read_header
@@ -315,11 +324,36 @@ def _read_metadata(data: bytes) -> None:
 def _seal_metadata(data: bytes) -> bytes:
     if len(data) < 28:
         return data
-    pointer = Pointer.unpack(data[:28])
+    pointer = Pointer(*_POINTER.unpack(data[:28]))
     return pointer._replace(checksum=checksum(data[28 : 28 + pointer.stored])).pack() + data[28:]
 
 
 # -- warm memory ---------------------------------------------------------------
+
+
+def _key_entries() -> list[bytes]:
+    entries = np.zeros(20, KEY_ENTRY)
+    entries["ino"], entries["extents"] = np.arange(5, 25), 3
+    return [entries.tobytes(), b""]
+
+
+def _key_parts() -> list[bytes]:
+    place = Pointer(DATA_START, 4096, 4096, 0, 5)
+    return [pack_key_parts([KeyPart((place, place), b"s" * SECRET_SIZE)] * 4)]
+
+
+_SECRET = b"k" * SECRET_SIZE
+
+
+def _sealed() -> list[bytes]:
+    """The cipher, then what is sealed."""
+    ciphers = (Cipher.AES_256_GCM, Cipher.CHACHA20_POLY1305)
+    return [bytes([cipher]) + seal(cipher, _SECRET, b"plain" * 20, b"of") for cipher in ciphers]
+
+
+def _unseal(data: bytes) -> None:
+    cipher = Cipher(1 + data[0] % 2) if data else Cipher.AES_256_GCM
+    unseal(cipher, _SECRET, data[1:], b"of")
 
 
 _OPERATIONS: tuple[ops.Operation, ...] = (
@@ -653,6 +687,9 @@ TARGETS: tuple[Target, ...] = (
     Target("unit", _values(ItemKind.UNIT), parses(Unit.unpack, _S)),
     Target("node", _nodes, parses(_use_node, _S)),
     Target("checkpoint", _checkpoints, parses(Checkpoint.unpack, _S)),
+    Target("key entries", _key_entries, parses(unpack_key_entries, _S)),
+    Target("key parts", _key_parts, parses(unpack_key_parts, _S)),
+    Target("sealed", _sealed, parses(_unseal, _S)),
     Target("codec", _encoded, parses(_decode, _S)),
     Target("metadata", _metadata, parses(_read_metadata, _S, OSError), seal=_seal_metadata),
     Target("frame", _frame_seeds, parses(_read_frame, _S, OSError), seal=_seal_frame),
