@@ -416,7 +416,12 @@ def test_the_superblock_lies_as_the_documentation_says() -> None:
     assert (block[104:120], block[120:136]) == (b"h" * 16, b"t" * 16)
     assert block[136:648].rstrip(b"\0") == b"home"
     assert (number(648, 4), number(656, 8)) == (1, 11)
-    assert (number(664, 8), number(672, 4), number(676, 4), number(680, 1)) == (12, 13, 14, 1)
+    assert (number(664, 8), number(672, 4), number(676, 4), number(680, 1)) == (
+        3 * BLOCK,
+        13,
+        14,
+        1,
+    )
     assert number(684, 8) == 15
     assert (number(692, 4), number(696, 4), number(700, 8)) == (16, 18, 17)
     assert (number(708, 8), number(716, 8)) == (19, 20)
