@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo agents test lint bench scale scenarios crash encrypted rot turnover posix clean
+.PHONY: help setup system demo agents test lint bench scale scenarios crash encrypted rot turnover fuzz posix clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ rot: setup ## Thousands of damages to rings of every past: none may cost more th
 
 turnover: setup ## A nearly full ring turned over ten times, with kills; every byte is checked
 	$(BIN)/python scripts/turnover.py
+
+fuzz: setup ## Wrong bytes for every parser of bytes from outside: make fuzz RUNS=1000000
+	$(BIN)/python scripts/fuzz.py --runs $(or $(RUNS),1000000)
 
 posix: setup ## Two foreign suites, as root: make posix PJDFSTEST=FOLDER FSX=PROGRAM
 	$(BIN)/python scripts/posix.py --pjdfstest "$(PJDFSTEST)" --fsx "$(FSX)"

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from math import inf
 from pathlib import Path
 
 import typer
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 _UNITS = ("", "K", "M", "G", "T", "P")
+_SIZE_MAX = 2**62  # as of a file
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
 
 
@@ -26,9 +28,10 @@ class CommandError(Exception):
 def parse_size(text: str) -> int:
     """`64M`, `1.5GiB` or `4096` as bytes; units are powers of 1024."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    size = float(match[1]) * 1024 ** _UNITS.index(match[2].upper()) if match else inf
+    if size > _SIZE_MAX:
         raise typer.BadParameter(f"{text!r} is not a size: give it as 4096, 64M or 1.5G")
-    return int(float(match[1]) * 1024 ** _UNITS.index(match[2].upper()))
+    return int(size)
 
 
 def parse_path(text: str) -> Path:
@@ -52,9 +55,14 @@ def describe_os_error(failure: OSError) -> str:
     return reason if failure.filename is None else f"{os.fsdecode(failure.filename)}: {reason}"
 
 
+def say(message: str) -> None:
+    """One line for people."""
+    print(printable(message))
+
+
 def warn(message: str) -> None:
     """One line for people that scripts can tell from the output."""
-    print(f"kvfs: {message}", file=sys.stderr)
+    print(f"kvfs: {printable(message)}", file=sys.stderr)
 
 
 def print_json(value: object) -> None:
@@ -62,8 +70,11 @@ def print_json(value: object) -> None:
 
 
 def printable(text: str) -> str:
-    """A file's name may hold any bytes: those that would upset a terminal are escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """A file's name may hold any bytes: those that would upset a terminal, begin a line, or
+    turn the direction of writing are escaped, and what escapes them."""
+    return "".join(
+        c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def print_table(

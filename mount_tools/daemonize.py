@@ -7,13 +7,32 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from mount_tools.common import CommandError
+from mount_tools.common import CommandError, printable
 
 _READY = b"+"
 _FAILED = b"-"
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class LineFormatter(logging.Formatter):
+    """One line a record, whatever names of files are in it; what tells of an exception is
+    indented, so that it does not look like a record."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"  {printable(line)}" for line in lines)
+
+
+def log_to_stderr() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(_LOG_FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def run_in_background(
@@ -38,7 +57,7 @@ def run_in_background(
     with os.fdopen(read_end, "rb") as pipe:
         answer = pipe.read()
     if answer.startswith(_FAILED):
-        raise CommandError(answer.removeprefix(_FAILED).decode())
+        raise CommandError(os.fsdecode(answer.removeprefix(_FAILED)))
     if answer != _READY:
         raise CommandError(f"the daemon ended without a word; its log is {log}")
 
@@ -74,7 +93,7 @@ def _work_and_exit(
     write_end: int,
 ) -> NoReturn:
     """Never returns into the code of the parent, whose files and handlers are not ours."""
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    log_to_stderr()
     waiting = True
 
     def tell(message: bytes) -> None:
@@ -91,7 +110,7 @@ def _work_and_exit(
         reason = explain(failure)
         logging.error("%s", reason, exc_info=not waiting)
         if waiting:
-            tell(_FAILED + reason.encode())
+            tell(_FAILED + os.fsencode(reason))
     except BaseException:
         traceback.print_exc()
     finally:

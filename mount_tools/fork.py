@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mount_tools.common import CommandError, parse_path
+from mount_tools.common import CommandError, parse_path, say
 from mount_tools.sessions import locate
 
 
@@ -35,4 +35,4 @@ def fork(
         raise CommandError(f"{path.parent / name} exists; choose another name") from None
     except OSError as failure:
         raise CommandError(f"{session} cannot be forked to {name}: {failure.strerror}") from None
-    print(path.parent / name)
+    say(str(path.parent / name))

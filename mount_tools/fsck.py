@@ -28,7 +28,7 @@ from mount_tools.common import (
     format_size,
     parse_path,
     print_json,
-    printable,
+    say,
     warn,
 )
 from mount_tools.keys import KeyCommand, KeyFile, Keyring, read_key
@@ -156,12 +156,12 @@ def _progress_bar() -> Iterator[check.Progress]:
 
 def _print_report(path: Path, report: Report) -> None:
     for finding in report.findings:
-        print(printable(str(finding)))
+        say(str(finding))
     checked = (
         f"{report.inodes} inodes, {report.extents} extents, "
         f"{format_size(report.data_bytes)} of data"
     )
-    print(f"{path}: {_outcome(path, report)}; {checked}")
+    say(f"{path}: {_outcome(path, report)}; {checked}")
 
 
 def _outcome(path: Path, report: Report) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mount_tools.common import format_size, parse_path, print_json, print_table
+from mount_tools.common import format_size, parse_path, print_json, print_table, say
 from mount_tools.sessions import locate
 
 _LOG = ".kvfs/log"
@@ -37,7 +37,7 @@ def log(
     if entries:
         print_table(_COLUMNS, map(_row, entries), _NUMERIC)
     else:
-        print(f"nothing was reclaimed from {mount.mountpoint}")
+        say(f"nothing was reclaimed from {mount.mountpoint}")
 
 
 def _row(entry: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvfs.mount.mounts import mounts
-from mount_tools.common import CommandError, format_size, parse_path, print_json, print_table
+from mount_tools.common import CommandError, format_size, parse_path, print_json, print_table, say
 from mount_tools.mountpoints import may_enter
 from mount_tools.sessions import Session, find_sessions, locate, ratio
 
@@ -45,7 +45,7 @@ def ls(
     elif sessions:
         print_table(_COLUMNS, map(_row, sessions), _NUMERIC)
     else:
-        print(f"no sessions in {top}")
+        say(f"no sessions in {top}")
 
 
 def _only_mountpoint() -> Path:

@@ -11,7 +11,7 @@ import typer
 import kvfs
 from kvfs.engine.device import DeviceError
 from mount_tools import fork, fsck, log, ls, mkfs, mount, profile, replay, scrub, stat, umount
-from mount_tools.common import CommandError, describe_os_error, warn
+from mount_tools.common import CommandError, describe_os_error, say, warn
 
 app = typer.Typer(
     name="kvfs",
@@ -43,9 +43,9 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
-        print(f"kvfs {kvfs.__version__}")
+        say(f"kvfs {kvfs.__version__}")
     elif context.invoked_subcommand is None:
-        print(context.get_help())
+        typer.echo(context.get_help())
 
 
 def main() -> None:

@@ -25,11 +25,12 @@ from kvfs.engine.format import (
     Cipher,
     FormatError,
     Superblock,
+    UnknownFormatError,
 )
 from kvfs.engine.superblocks import Encryption, format_device
 from kvfs.mount.backing import claimed
 from kvfs.mount.mounts import containing_mount
-from mount_tools.common import CommandError, format_size, parse_path, parse_size, print_json
+from mount_tools.common import CommandError, format_size, parse_path, parse_size, print_json, say
 from mount_tools.keys import KeyCommand, KeyFile, Keyring, read_key
 from mount_tools.mountpoints import require_answer
 
@@ -111,13 +112,13 @@ def mkfs(
     if json_output:
         print_json(_description(device, superblock))
         return
-    print(
+    say(
         f"formatted {device}: {format_size(superblock.device_size)}, "
         f"{superblock.segment_count} segments of {format_size(superblock.segment_size)}"
     )
-    print(f"uuid {UUID(bytes=superblock.uuid)}")
+    say(f"uuid {UUID(bytes=superblock.uuid)}")
     if encrypt:
-        print(f"encrypted with {cipher.value}: without its key nothing of it can be read")
+        say(f"encrypted with {cipher.value}: without its key nothing of it can be read")
 
 
 def _description(device: Path, superblock: Superblock) -> dict[str, object]:
@@ -196,8 +197,9 @@ def _fitting_segment_size(device: FileDevice) -> int:
 def _refuse_used(device: FileDevice) -> None:
     path = device.path
     advice = f"if it is not needed, format it with: kvfs mkfs {path} --force"
-    if _holds_ring(device):
-        raise CommandError(f"{path} holds a KVFS ring already; {advice}")
+    ring = _ring_on(device)
+    if ring is not None:
+        raise CommandError(f"{path} holds {ring}; {advice}")
     signature = _signature(path)
     if signature is not None:
         raise CommandError(f"{path} carries a signature of {signature}; {advice}")
@@ -207,18 +209,20 @@ def _refuse_used(device: FileDevice) -> None:
         raise CommandError(f"{path} is not empty (its first MiB holds data); {advice}")
 
 
-def _holds_ring(device: FileDevice) -> bool:
+def _ring_on(device: FileDevice) -> str | None:
     for address in SUPERBLOCK_ADDRESSES:
         block = _blocks(BLOCK)
         if address + BLOCK > device.size:
-            return False
+            return None
         device.read(address, [block])
         try:
             Superblock.unpack(block)
+        except UnknownFormatError as fault:
+            return f"a KVFS ring of another release already ({fault})"
         except FormatError:
             continue
-        return True
-    return False
+        return "a KVFS ring already"
+    return None
 
 
 def _signature(path: Path) -> str | None:

@@ -24,9 +24,10 @@ from mount_tools.common import (
     format_size,
     parse_path,
     parse_size,
+    say,
     warn,
 )
-from mount_tools.daemonize import LOG_FORMAT, run_in_background
+from mount_tools.daemonize import log_to_stderr, run_in_background
 from mount_tools.keys import KeyCommand, KeyFile, Keyring, read_key
 from mount_tools.mountpoints import (
     State,
@@ -271,7 +272,7 @@ def _clear_if_dead(mountpoint: Path) -> None:
             failure = detach(mountpoint, lazy=True)
             if failure:
                 raise CommandError(f"the dead mount on {mountpoint} cannot be cleared: {failure}")
-            print(f"cleared {mountpoint}: the daemon of its last mount had ended")
+            say(f"cleared {mountpoint}: the daemon of its last mount had ended")
 
 
 def _check_mountpoint(mountpoint: Path) -> None:
@@ -319,7 +320,7 @@ def _serve(
 
 
 def _serve_in_foreground(make_config: Callable[[], MountConfig], key: bytes | None) -> None:
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    log_to_stderr()
     try:
         _serve(make_config, key, _notify_supervisor)
     except Exception as failure:
@@ -365,7 +366,7 @@ def _default_log(mountpoint: Path) -> Path:
 
 def _report(mountpoint: Path, stats: Stats, log_file: Path) -> None:
     if stats.recovered_operations:
-        print(
+        say(
             f"recovered {stats.recovered_operations} operations that the last daemon had "
             "answered and not written"
         )
@@ -379,10 +380,10 @@ def _report(mountpoint: Path, stats: Stats, log_file: Path) -> None:
             "-o ro to recover it"
         )
     mode = " read-only" if stats.read_only else ""
-    print(
+    say(
         f"mounted {stats.source} on {mountpoint}{mode}: {format_size(stats.total)}, "
         f"{format_size(stats.free)} free; log {log_file}"
     )
     if not stats.read_only:
         told = _RECLAIM if stats.document["reclaim"] else _NO_RECLAIM
-        print(told.format(policy=stats.document["policy"]))
+        say(told.format(policy=stats.document["policy"]))

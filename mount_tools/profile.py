@@ -24,7 +24,7 @@ def profile(
       kvfs profile mine.toml
     """
     load_profile(chosen)
-    print(profiles.text_of(chosen), end="")
+    typer.echo(profiles.text_of(chosen), nl=False)
 
 
 def load_profile(chosen: str) -> Profile:

@@ -16,7 +16,7 @@ from kvfs.engine.policy import Hint, Policy
 from kvfs.tiers.gittins import GittinsPolicy
 from kvfs.tiers.policy import LRU, S3FIFO, HeatPolicy
 from kvfs.tiers.replay import Foreknowledge, Replay, Trace
-from mount_tools.common import CommandError, parse_path, print_json, print_table
+from mount_tools.common import CommandError, parse_path, print_json, print_table, say
 from mount_tools.traces import read_trace
 
 _SIZES_PCT = (1.0, 5.0, 10.0)
@@ -157,10 +157,11 @@ def _run(trace: Trace, names: Sequence[Name], sizes: Sequence[float]) -> Iterato
 
 
 def _print(trace: Trace, results: Sequence[Result], sizes: Sequence[float]) -> None:
-    print(
+    say(
         f"{len(trace.requests)} requests, {trace.accesses} blocks asked for, "
-        f"{trace.blocks} of them unique; hit ratios by size of the cache in % of these:\n"
+        f"{trace.blocks} of them unique; hit ratios by size of the cache in % of these:"
     )
+    typer.echo()
     ratios = {(result.policy, result.cache_pct): result.hit_ratio for result in results}
     policies = list(dict.fromkeys(result.policy for result in results))
     columns = ["policy", *(f"{size:g} %" for size in sizes)]

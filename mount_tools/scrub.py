@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mount_tools.common import CommandError, format_size, parse_path, print_json, printable, warn
+from mount_tools.common import CommandError, format_size, parse_path, print_json, say, warn
 from mount_tools.mountpoints import read_stats
 from mount_tools.sessions import locate
 
@@ -79,12 +79,12 @@ def _watched(root: Path, passes: int) -> dict[str, Any]:
 
 def _print_report(root: Path, found: dict[str, Any]) -> None:
     for rot in found["rotten"]:
-        print(printable(_line(rot)))
+        say(_line(rot))
     errors, healed = found["errors"], sum(rot["healed"] for rot in found["rotten"])
     what = "clean" if not errors else f"{errors} error{'s' if errors > 1 else ''}, {healed} healed"
-    print(f"{root}: {what}; {format_size(found['done'])} read")
+    say(f"{root}: {what}; {format_size(found['done'])} read")
     if errors > healed:
-        print(
+        say(
             "what is lost there reads as EIO; for the index: kvfs umount, then kvfs fsck --repair"
         )
 

@@ -112,9 +112,9 @@ def read_session(directory: Path, name: str) -> Session | None:
 
 
 def read_xattr(path: Path | int, name: str) -> str | None:
-    """`user.kvfs.NAME`, None where it is not set."""
+    """`user.kvfs.NAME`, None where it is not set. Its owner may have set any bytes."""
     try:
-        return os.getxattr(path, f"user.kvfs.{name}").decode()
+        return os.fsdecode(os.getxattr(path, f"user.kvfs.{name}"))
     except OSError as failure:
         if failure.errno == errno.ENODATA:
             return None

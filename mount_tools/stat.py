@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 
+from kvfs.engine.codec import ITEM_SIZES, elements
 from mount_tools.common import (
     CommandError,
     format_size,
@@ -23,6 +26,7 @@ from mount_tools.common import (
     print_table,
 )
 from mount_tools.mountpoints import read_stats
+from mount_tools.paths import opened
 from mount_tools.sessions import (
     Session,
     locate,
@@ -33,6 +37,8 @@ from mount_tools.sessions import (
 )
 
 _VALUES_SHOWN = 6
+_FACT_MAX = 200
+_DESCRIPTION_MAX = 16 * 1024 * 1024
 _BYTE_COUNTS = {
     "available",
     "carried",
@@ -126,7 +132,7 @@ def _show_session(directory: Path, json_output: bool) -> None:
         print_json({"kind": "session", **session.as_json(), "description": description})
         return
     print_facts(_session_facts(session, description))
-    print()
+    typer.echo()
     rows = [
         [f.name, format_size(f.size), format_size(f.stored), _ratio_text(f.size, f.stored)]
         for f in session.files
@@ -135,10 +141,22 @@ def _show_session(directory: Path, json_output: bool) -> None:
 
 
 def _read_description(directory: Path) -> dict[str, Any] | None:
-    """`session.json`; None where there is none, or it is something else."""
+    """`session.json`; None where there is none, or it is something else: another user may have
+    put a pipe there, a link, or a file of any length."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        document = json.loads((directory / "session.json").read_text())
-    except (FileNotFoundError, ValueError):
+        with opened(directory) as fd, open(os.open("session.json", flags, dir_fd=fd), "rb") as file:
+            is_file = S_ISREG(os.fstat(file.fileno()).st_mode)
+            return parse_description(file.read(_DESCRIPTION_MAX)) if is_file else None
+    except OSError:
+        return None
+
+
+def parse_description(content: bytes) -> dict[str, Any] | None:
+    """What a `session.json` says; None where it is none."""
+    try:
+        document = json.loads(content)
+    except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 
@@ -151,14 +169,21 @@ def _session_facts(
     yield "tokens", "-" if session.tokens is None else str(session.tokens)
     yield "layers", str(session.layers)
     if description is not None:
-        yield "rounds", str(len(description.get("rounds", [])))
-        fingerprint = description.get("fingerprint", {})
-        for name in ("layers", "kv_heads", "head_dim", "dtype", "layout"):
-            if name in fingerprint:
-                yield f"model's {name}", str(fingerprint[name])
+        yield from described(description)
     yield from _size_facts(session.size, session.stored)
     yield "tier", session.tier or "-"
     yield "last use", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(session.last_use))
+
+
+def described(description: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The facts of a `session.json`, as far as they are what they should be."""
+    rounds, fingerprint = description.get("rounds"), description.get("fingerprint")
+    if isinstance(rounds, list):
+        yield "rounds", str(len(rounds))
+    if isinstance(fingerprint, dict):
+        for name in ("layers", "kv_heads", "head_dim", "dtype", "layout"):
+            if isinstance(fingerprint.get(name), (str, int)):
+                yield f"model's {name}", str(fingerprint[name])[:_FACT_MAX]
 
 
 # -- a file
@@ -192,7 +217,7 @@ def _show_file(path: Path, with_extents: bool, json_output: bool) -> None:
         return
     print_facts(_file_facts(layer))
     if with_extents:
-        print()
+        typer.echo()
         rows = [[str(extent[column]) for column in _EXTENT_COLUMNS] for extent in layer.extents]
         print_table(_EXTENT_COLUMNS, rows, ("offset", "length", "stored", "address"))
 
@@ -237,11 +262,8 @@ def _file_facts(layer: LayerFile) -> Iterator[tuple[str, str]]:
 
 def _parse_shape(text: str | None) -> list[int] | None:
     """`2,3,64`; None for anything else: users may set what they like."""
-    try:
-        shape = [int(part) for part in (text or "").split(",")]
-    except ValueError:
-        return None
-    return shape if all(length > 0 for length in shape) else None
+    text = text or ""
+    return None if elements(os.fsencode(text)) is None else [int(n) for n in text.split(",")]
 
 
 def _row_bytes(dtype: str | None, shape: list[int] | None) -> int | None:
@@ -254,7 +276,7 @@ def _stored_type(dtype: str | None) -> np.dtype[Any] | None:
     if dtype == "bfloat16":
         return np.dtype("<u2")
     try:
-        found = np.dtype(dtype) if dtype else None
+        found = np.dtype(dtype) if dtype in ITEM_SIZES else None
     except TypeError:
         return None
     return found if found is not None and found.kind in "fiu" else None

@@ -14,7 +14,7 @@ from kvfs.engine.format import SuperblockFlag
 from kvfs.engine.superblocks import read_superblocks
 from kvfs.mount.mounts import Mount, find_mount
 from kvfs.tiers.oplog import current_boot, log_at
-from mount_tools.common import CommandError, parse_path
+from mount_tools.common import CommandError, parse_path, say
 from mount_tools.mountpoints import State, canonical, detach, read_stats, state_of
 from mount_tools.processes import holders_of, is_held_up, process_of, wait_for_end
 
@@ -58,14 +58,14 @@ def _detach_lazily(mountpoint: Path) -> None:
     failure = detach(mountpoint, lazy=True)
     if failure:
         raise CommandError(f"{mountpoint}: {failure}")
-    print(f"detached {mountpoint}; a daemon that lives ends with the last open file")
+    say(f"detached {mountpoint}; a daemon that lives ends with the last open file")
 
 
 def _clear_dead(mount: Mount) -> None:
     failure = detach(mount.mountpoint, lazy=True)
     if failure:
         raise CommandError(f"{mount.mountpoint}: {failure}")
-    print(
+    say(
         f"cleared {mount.mountpoint}: its daemon had ended; the next kvfs mount of "
         f"{mount.source} recovers what it had answered"
     )
@@ -81,7 +81,7 @@ def _unmount(mount: Mount) -> None:
         _wait_for_daemon(daemon)
     if not stats.read_only:
         _check_clean_end(stats.source)
-    print(f"unmounted {mount.mountpoint}")
+    say(f"unmounted {mount.mountpoint}")
 
 
 def _why_not(mountpoint: Path, failure: str) -> str:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import CodecChoice, Layout
-from kvfs.engine.format import REFERENCES, Extent, extent_key, references_key, round_up
+from kvfs.engine.format import (
+    REFERENCES,
+    Extent,
+    extent_key,
+    references_key,
+    round_up,
+    unpack_references,
+)
 from kvfs.engine.index import Index
 from kvfs.engine.io import Step
 from kvfs.engine.nodes import error
@@ -67,7 +74,7 @@ class ExtentTable:
             return known
         value = yield from self.index.get(extent_key(extent_id))
         references = yield from self.index.get(references_key(extent_id))
-        known = Known(extent_id, 1 if references is None else REFERENCES.unpack(references)[0])
+        known = Known(extent_id, 1 if references is None else unpack_references(references))
         if value is not None:
             known.extent = Extent.unpack(extent_id, value)
             known.taken = round_up(known.extent.stored)

@@ -11,6 +11,7 @@ prose; a change here bumps FORMAT_VERSION or claims a feature bit.
 
 from __future__ import annotations
 
+import errno
 import struct
 from dataclasses import dataclass, replace
 from enum import IntEnum, IntFlag
@@ -36,6 +37,7 @@ NO_SEGMENT = 0xFFFF_FFFF
 ROOT_INODE = 1
 FIRST_FREE_ID = 16
 OPLOG_HOME_MAX = 512
+METADATA_SIZE_MAX = 64 * 1024 * 1024  # of a record, decoded
 SECRET_SIZE = 32  # of every key
 NONCE_SIZE, TAG_SIZE = 12, 16
 SEAL_OVERHEAD = NONCE_SIZE + TAG_SIZE  # what encryption adds
@@ -43,8 +45,15 @@ HASH_KEY_SIZE = 16
 SEALED_KEYS_SIZE = HASH_KEY_SIZE + 3 * SECRET_SIZE + SEAL_OVERHEAD
 
 
-class FormatError(Exception):
-    """Bytes that are not what they should be: bad magic, checksum or bounds."""
+class FormatError(OSError):
+    """Bytes that are not what they should be: bad magic, checksum or bounds. To who asked for
+    what they stand for it is an I/O error."""
+
+    errno = errno.EIO
+
+    @property
+    def strerror(self) -> str:  # type: ignore[override]
+        return str(self)
 
 
 class UnknownFormatError(FormatError):
@@ -87,7 +96,23 @@ class Feature(IntFlag):
     ENCRYPTED = 1
 
 
-_KNOWN_FEATURES = sum(Feature)
+def _feature_names(features: int) -> bytes:
+    return b",".join(f.name.lower().encode() for f in Feature if f & features and f.name)
+
+
+def _unknown_features(features: int, names: bytes) -> str | None:
+    """Those that this release does not know, as the ring itself names them."""
+    bits = [bit for bit in range(64) if features >> bit & 1]
+    told = names.rstrip(b"\0").decode("ascii", "replace").split(",")
+    if len(told) != len(bits):
+        told = [""] * len(bits)
+    known = {feature.bit_length() - 1 for feature in Feature}
+    unknown = [
+        f"{name} (bit {bit})" if name.isidentifier() else f"bit {bit}"
+        for bit, name in zip(bits, told, strict=True)
+        if bit not in known
+    ]
+    return ", ".join(unknown) or None
 
 
 class Cipher(IntEnum):
@@ -114,8 +139,11 @@ class Pointer(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Pointer:
-        """Raises FormatError on a wrong length."""
-        return cls(*_fields(_POINTER, data))
+        """Raises FormatError on a wrong length, and for what no record is like."""
+        pointer = cls(*_fields(_POINTER, data))
+        if max(pointer.stored, pointer.size) > METADATA_SIZE_MAX or pointer.address % BLOCK:
+            raise FormatError("a pointer to what is no record")
+        return pointer
 
 
 NOWHERE = Pointer()
@@ -153,7 +181,8 @@ class Position:
 class Superblock:
     """The root of everything. Two slots, written in turn; the newest valid one wins.
 
-    `features` are incompatible: a reader that does not know one must refuse.
+    `features` are incompatible: a reader that does not know one must refuse. Their names stand
+    at the end of the block, so that it can say which.
     `id_floor`: no inode or extent id at or above it was ever handed out.
     `oplog_home`: where the operation log of this mount lies, as its buffer names it.
     `epoch_start`: frames with this sequence or a later one are of `epoch` or a later one.
@@ -186,6 +215,7 @@ class Superblock:
     STRUCT: ClassVar[struct.Struct] = struct.Struct(
         f"<8sIIQ16sQQQQQIIQQ16s16s512sIIQ28s32sB3x28s28s{SEALED_KEYS_SIZE}s"
     )
+    NAMES_AT: ClassVar[int] = BLOCK - 8 - 512
 
     def pack(self) -> bytes:
         body = self.STRUCT.pack(
@@ -215,12 +245,14 @@ class Superblock:
             *(pointer.pack() for pointer in self.key_tables),
             self.sealed_keys,
         )
+        body = body.ljust(self.NAMES_AT, b"\0") + _feature_names(self.features)
         body = body.ljust(BLOCK - 8, b"\0")
         return body + checksum(body).to_bytes(8, "little")
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> Superblock:
-        """Raises FormatError when the block is no superblock of this version."""
+        """Raises FormatError when the block is no superblock, and UnknownFormatError, with what
+        to do, when it is one that another release has to read."""
         data = bytes(data)
         if data[:8] != cls.MAGIC:
             raise FormatError("no KVFS superblock")
@@ -233,11 +265,20 @@ class Superblock:
             key_table_again, sealed_keys,
         ) = cls.STRUCT.unpack_from(data)  # fmt: skip
         if version != FORMAT_VERSION or block != BLOCK or data_start != DATA_START:
-            raise UnknownFormatError(f"format version {version} is unknown to this release")
-        if features & ~_KNOWN_FEATURES:
-            raise UnknownFormatError(f"feature bits {features:#x} are unknown to this release")
+            other = "a newer kvfs" if version >= FORMAT_VERSION else "the kvfs that made it"
+            raise UnknownFormatError(
+                f"format version {version} is unknown to this release, which reads version "
+                f"{FORMAT_VERSION}; use {other}"
+            )
+        unknown = _unknown_features(features, data[cls.NAMES_AT : BLOCK - 8])
+        if unknown is not None:
+            raise UnknownFormatError(
+                f"it uses features that are unknown to this release: {unknown}; use a newer kvfs"
+            )
         if cipher not in set(Cipher):
-            raise UnknownFormatError(f"cipher {cipher} is unknown to this release")
+            raise UnknownFormatError(
+                f"cipher {cipher} is unknown to this release; use a newer kvfs"
+            )
         return cls(
             uuid=uuid,
             generation=generation,
@@ -439,6 +480,7 @@ DIRECTORIES_PER_GROUP = 1000
 SERIAL_BITS = 43
 _GROUP_SHIFT = SERIAL_BITS + 1
 GROUP_MAX = (1 << (63 - _GROUP_SHIFT)) - 1
+ID_MAX = 1 << (SERIAL_BITS - 1)  # what is handed out never comes that far
 
 
 def inode_number(group: int, serial: int, *, is_directory: bool) -> int:
@@ -622,6 +664,9 @@ class Slice:
         return cls(offset, length, extent_id, skew)
 
 
+_STORED_MAX = EXTENT_SIZE_MAX + SEAL_OVERHEAD
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A run of file bytes stored as one checked unit. Lengths are in bytes. `key_id` is the
@@ -647,8 +692,10 @@ class Extent:
 
     @classmethod
     def unpack(cls, extent_id: int, value: bytes) -> Extent:
-        """Raises FormatError on a wrong length."""
+        """Raises FormatError on a wrong length, and for sizes and places that cannot be."""
         address, stored, size, codec, item_size, cipher, key_id, check = _fields(cls.STRUCT, value)
+        if address % BLOCK or not 0 < size <= EXTENT_SIZE_MAX or not 0 < stored <= _STORED_MAX:
+            raise FormatError("an extent that cannot be")
         return cls(extent_id, address, stored, size, codec, item_size, check, cipher, key_id)
 
     @property
@@ -665,6 +712,12 @@ class Extent:
 REFERENCES = struct.Struct("<I")
 
 
+def unpack_references(value: bytes) -> int:
+    """Raises FormatError on a wrong length."""
+    count: int = _fields(REFERENCES, value)[0]
+    return count
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Inodes that there are, and directories that were ever made."""
@@ -679,8 +732,11 @@ class Counts:
 
     @classmethod
     def unpack(cls, value: bytes) -> Counts:
-        """Raises FormatError on a wrong length."""
-        return cls(*_fields(cls.STRUCT, value))
+        """Raises FormatError on a wrong length, and for more than there can be."""
+        counts = cls(*_fields(cls.STRUCT, value))
+        if counts.directories_made // DIRECTORIES_PER_GROUP > GROUP_MAX:
+            raise FormatError("more directories than there can be")
+        return counts
 
 
 def pack_items(items: list[Item]) -> bytes:
@@ -809,6 +865,8 @@ class TreeNode:
         if len(data) < self._values_at:
             raise FormatError("a node of the index is cut")
         self._ends = memoryview(data)[ends_at : self._values_at].cast("I")
+        if self.level and not self.count:
+            raise FormatError("a node of the index is empty")
         if self.count and self._values_at + self._ends[-1] != len(data):
             raise FormatError("a node of the index is cut")
 
@@ -983,6 +1041,8 @@ class KvmapLayout:
     def unpack(cls, data: bytes | memoryview) -> KvmapLayout:
         """Raises FormatError."""
         tokens, count, *tables = _unsummed(cls.STRUCT, data, "the layout of a warm file is torn")
+        if not 1 <= count <= KVMAP_TABLES_MAX:
+            raise FormatError("the layout of a warm file has no tables")
         return cls(tokens, tuple(tables[:count]))
 
 

@@ -245,7 +245,10 @@ class ExtentReader:
     def _buffer_for(self, extents: list[Extent]) -> memoryview:
         stored = sum(round_up(extent.stored) for extent in extents)
         needed = max(stored, sum(extent.size for extent in extents))
-        return next(pool for pool in self._pools if pool.size >= needed).take()
+        for pool in self._pools:
+            if pool.size >= needed:
+                return pool.take()
+        raise FormatError("extents that fit in no buffer")
 
     def _give(self, buffer: memoryview) -> None:
         next(pool for pool in self._pools if pool.size == len(buffer)).give(buffer)

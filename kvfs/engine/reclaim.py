@@ -147,7 +147,8 @@ class Reclaimer:
 
     def entries(self) -> Step[list[dict[str, Any]]]:
         """What was reclaimed, and why, oldest first; at most LOG_ENTRIES_MAX."""
-        return [json.loads(value) for _, value in (yield from self._lines())]
+        lines = yield from self._lines()
+        return [entry for _, value in lines if (entry := _entry(value)) is not None]
 
     def _lines(self) -> Step[list[tuple[int, bytes]]]:
         high = bytes([TABLE_LOG]) + b"\xff" * (len(log_key(0)) - 1)
@@ -168,6 +169,23 @@ class Reclaimer:
             names.append(f"{path} ({victim.unit.stored} bytes)")
         held = ", ".join(names) or "units used within the last minute"
         log.warning("the ring is full and nothing may be reclaimed; held by %s", held)
+
+
+_ENTRY_TYPES = {
+    "time_ns": int, "path": str, "uid": int, "why": str, "stored": int, "used_ns": int,
+}  # fmt: skip
+
+
+def _entry(value: bytes) -> dict[str, Any] | None:
+    """A line of the log; None for what is none."""
+    try:
+        entry = json.loads(value)
+    except (ValueError, RecursionError):
+        return None
+    is_whole = isinstance(entry, dict) and all(
+        type(entry.get(name)) is type_ for name, type_ in _ENTRY_TYPES.items()
+    )
+    return entry if is_whole else None
 
 
 def _period(seconds: int) -> str:

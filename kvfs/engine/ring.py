@@ -207,7 +207,10 @@ class Ring:
     # -- segments
 
     def pin(self, address: int) -> None:
-        """A read is under way there: its segment is not overwritten meanwhile."""
+        """A read is under way there: its segment is not overwritten meanwhile. Raises
+        FormatError for what lies beyond the ring."""
+        if not self.geometry.contains(address, BLOCK):
+            raise FormatError("an address beyond the ring")
         self._readers[self.geometry.segment(address)] += 1
 
     def unpin(self, address: int) -> None:

@@ -13,6 +13,8 @@ from kvfs.engine.format import (
     DATA_START,
     FIRST_FREE_ID,
     HASH_KEY_SIZE,
+    ID_MAX,
+    NO_SEGMENT,
     SEGMENT_COUNT_MIN,
     SEGMENT_SIZE_MAX,
     SEGMENT_SIZE_MIN,
@@ -127,9 +129,9 @@ def read_superblocks(device: Device, name: str) -> Superblocks:
         raise DeviceError(f"{name} is too small to be a KVFS ring; make one with: kvfs mkfs {name}")
     for address in SUPERBLOCK_ADDRESSES:
         try:
-            found.append(Superblock.unpack(read_bytes(device, address, BLOCK)))
+            found.append(read_superblock(device, address))
         except UnknownFormatError as fault:
-            raise DeviceError(f"{name}: {fault}; mount it with a newer release") from None
+            raise DeviceError(f"{name}: {fault}") from None
         except (FormatError, OSError) as fault:
             reasons.append(str(fault))
     if not found:
@@ -146,6 +148,29 @@ def read_superblocks(device: Device, name: str) -> Superblocks:
             f"{device.size}; restore its full size before mounting"
         )
     return Superblocks(tuple(found))
+
+
+def read_superblock(device: Device, address: int) -> Superblock:
+    """Raises FormatError for one that is none, or of a ring that cannot be; OSError."""
+    superblock = Superblock.unpack(read_bytes(device, address, BLOCK))
+    size, count, replay = superblock.segment_size, superblock.segment_count, superblock.replay
+    if (
+        not SEGMENT_SIZE_MIN <= size <= SEGMENT_SIZE_MAX
+        or size % SEGMENT_SIZE_MIN
+        or count < SEGMENT_COUNT_MIN
+        or superblock.device_size != DATA_START + count * size
+    ):
+        raise FormatError("its segments do not make up the ring")
+    if (
+        replay.segment >= count
+        or (replay.next_segment >= count and replay.next_segment != NO_SEGMENT)
+        or replay.offset > size
+        or replay.offset % BLOCK
+    ):
+        raise FormatError("its log begins outside of the ring")
+    if superblock.id_floor > ID_MAX:
+        raise FormatError("its ids are beyond all that there can be")
+    return superblock
 
 
 def write_superblock(device: Device, superblock: Superblock) -> None:

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 from uuid import UUID
@@ -36,10 +36,11 @@ _SETTABLE: dict[bytes, Callable[[bytes], bool]] = {
     b"model": lambda value: True,
     b"unit": lambda value: value in (b"auto", b"session", b"pool"),
     b"pin": lambda value: value in (b"0", b"1"),
-    b"ttl": lambda value: value.isdigit() and len(value) <= _TTL_DIGITS,
-    b"device_id": bytes.isdigit,
+    b"ttl": lambda value: value.isdigit() and len(value) <= _DIGITS_MAX,
+    b"device_id": lambda value: value.isdigit() and len(value) <= _DIGITS_MAX,
 }
-_TTL_DIGITS = 12
+_DIGITS_MAX = 12
+_PLACE_DIGITS_MAX = 18
 
 # What setting these does: a fork of that name beside it; into the warm tier; out of it.
 FORK = PREFIX + b"fork"
@@ -65,7 +66,8 @@ def read_xattr(store: Store, migration: Migration, ino: int, name: bytes) -> Ste
     if name == _TIER:
         return (yield from migration.tier(ino)).encode()
     what, _, start = name.removeprefix(PREFIX).partition(b".")
-    if name.startswith(PREFIX) and what == b"extents" and (not start or start.isdigit()):
+    is_place = start.isdigit() and len(start) <= _PLACE_DIGITS_MAX
+    if name.startswith(PREFIX) and what == b"extents" and (not start or is_place):
         return (yield from _extents(store, ino, int(start or 0)))
     value = yield from store.xattr(ino, name)
     if value is None and name.startswith(PREFIX):
@@ -301,21 +303,32 @@ def _config(mounted: Mounted, _uid: int) -> Step[bytes]:
 
 def _sessions(mounted: Mounted, uid: int) -> Step[bytes]:
     """A line of JSON for each session that was used, the last used first."""
-    lines = []
-    for session in (yield from mounted.store.units.sessions()):
-        if uid in (0, session.uid):
-            lines.append(json.dumps(asdict(session)))
-    return "".join(f"{line}\n" for line in lines).encode()
+    sessions = yield from mounted.store.units.sessions()
+    return _lines(asdict(session) for session in sessions if _may_see(uid, session.uid))
 
 
 def _log(mounted: Mounted, uid: int) -> Step[bytes]:
     """A line of JSON for each unit that was reclaimed, the oldest first."""
     entries = yield from mounted.store.reclaimer.entries()
-    lines = [json.dumps(entry) for entry in entries if uid in (0, entry["uid"])]
-    return "".join(f"{line}\n" for line in lines).encode()
+    return _lines(entry for entry in entries if _may_see(uid, entry["uid"]))
 
 
-# What tells of the whole mount is its owner's alone; the others show a caller what it owns.
+def _may_see(uid: int, owner: int) -> bool:
+    return uid == owner or sees_all(uid)
+
+
+def sees_all(uid: int) -> bool:
+    """Whether a user may know of what belongs to others: root, and who runs the daemon, whose
+    memory and device it is."""
+    return uid in (0, os.geteuid())
+
+
+def _lines(documents: Iterable[dict[str, Any]]) -> bytes:
+    return "".join(f"{json.dumps(document)}\n" for document in documents).encode()
+
+
+# What tells of the whole mount is for root and the daemon's user alone; the others show a
+# caller what it owns.
 FILES = {
     b"stats.json": ControlFile(_stats_json, 0o400),
     b"metrics": ControlFile(_metrics, 0o400),
@@ -348,13 +361,13 @@ def render(mounted: Mounted, ino: int, uid: int) -> Step[bytes]:
     return _file(ino).render(mounted, uid)
 
 
-def control_inode(ino: int, owner: Inode) -> Inode:
-    """The attributes of `/.kvfs` or of a file in it; `owner` is the root. As in /proc a file
-    is made when it is opened, and has no size before."""
+def control_inode(ino: int) -> Inode:
+    """The attributes of `/.kvfs` or of a file in it: the daemon's, whoever owns the root. As in
+    /proc a file is made when it is opened, and has no size before."""
+    owner = os.geteuid(), os.getegid()
     if ino == CONTROL_INODE:
-        return Inode(ino, stat.S_IFDIR | 0o555, owner.uid, owner.gid, nlink=2)
-    mode = stat.S_IFREG | _file(ino).mode
-    return Inode(ino, mode, owner.uid, owner.gid, nlink=1)
+        return Inode(ino, stat.S_IFDIR | 0o555, *owner, nlink=2)
+    return Inode(ino, stat.S_IFREG | _file(ino).mode, *owner, nlink=1)
 
 
 def _file(ino: int) -> ControlFile:

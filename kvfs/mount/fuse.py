@@ -102,9 +102,9 @@ class Filesystem:
 
     def lookup(self, call: Call, name: bytes) -> Step[bytes]:
         if call.inode == ROOT_INODE and name == control.CONTROL_NAME:
-            return (yield from self._control_entry(control.CONTROL_INODE))
+            return _control_entry(control.CONTROL_INODE)
         if call.inode == control.CONTROL_INODE:
-            return (yield from self._control_entry(control.find_control_file(name)))
+            return _control_entry(control.find_control_file(name))
         try:
             node = yield from self._store.lookup(call.inode, name)
         except OSError as failure:
@@ -126,7 +126,7 @@ class Filesystem:
 
     def getattr(self, call: Call) -> Step[bytes]:
         if control.is_control(call.inode):
-            return protocol.attributes_answer((yield from self._control_attributes(call.inode)), 0)
+            return protocol.attributes_answer(_control_attributes(call.inode), 0)
         return _attributes_answer((yield from self._store.node(call.inode)))
 
     def setattr(self, call: Call, changes: Changes) -> Step[bytes]:
@@ -333,7 +333,7 @@ class Filesystem:
             raise error(errno.ENODATA)
         if name == control.MAP:
             # The warm files are ours alone.
-            if call.uid not in (0, os.geteuid()):
+            if not control.sees_all(call.uid):
                 raise error(errno.ENODATA)
             self._uses.record((yield from self._store.units.session_of(ino)), ino)
             return (yield from control.read_map(self._migration, ino))
@@ -492,7 +492,7 @@ class Filesystem:
         source = (yield from self._store.node(call.inode)).inode
         _refuse_control(source.parent, name)
         parent = (yield from self._store.node(source.parent)).inode
-        if call.uid not in (0, source.uid) or not _may_write(parent, call):
+        if call.uid not in (0, source.uid) or not _may_make_names(parent, call):
             raise error(errno.EACCES)
         yield from self._store.fork(call.inode, name)
         # The kernel may remember that there was no such name; who forks looks at once.
@@ -517,14 +517,6 @@ class Filesystem:
 
     # -- /.kvfs
 
-    def _control_attributes(self, ino: int) -> Step[bytes]:
-        root = yield from self._store.node(ROOT_INODE)
-        return _attributes(control.control_inode(ino, root.inode), 0)
-
-    def _control_entry(self, ino: int) -> Step[bytes]:
-        attributes = yield from self._control_attributes(ino)
-        return protocol.entry(ino, attributes, _TIMEOUT_SECONDS, 0)
-
     def _open_control(self, call: Call, flags: int) -> Step[bytes]:
         if flags & (os.O_ACCMODE | os.O_TRUNC) != os.O_RDONLY:
             raise error(errno.EACCES)
@@ -536,7 +528,7 @@ class Filesystem:
         root = yield from self._store.node(ROOT_INODE)
         entries = [(b".", control.CONTROL_INODE), (b"..", ROOT_INODE), *control.control_files()]
         for number, (name, ino) in enumerate(entries[cookie:], cookie + 1):
-            inode = root.inode if ino == ROOT_INODE else control.control_inode(ino, root.inode)
+            inode = root.inode if ino == ROOT_INODE else control.control_inode(ino)
             if not listing.add(name, ino, inode.mode, number):
                 return
 
@@ -596,12 +588,17 @@ class _Notices:
             self.tell(self._queue.get())
 
 
-def _may_write(directory: Inode, call: Call) -> bool:
-    if call.uid in (0, directory.uid):
-        return call.uid == 0 or bool(directory.mode & stat.S_IWUSR)
-    if directory.gid == call.gid or directory.gid in _groups(call.pid):
-        return bool(directory.mode & stat.S_IWGRP)
-    return bool(directory.mode & stat.S_IWOTH)
+def _may_make_names(directory: Inode, call: Call) -> bool:
+    """In a directory: who may write to it, and enter it."""
+    if call.uid == 0:
+        return True
+    if call.uid == directory.uid:
+        shift = 6
+    elif directory.gid == call.gid or directory.gid in _groups(call.pid):
+        shift = 3
+    else:
+        shift = 0
+    return directory.mode >> shift & 0o3 == 0o3
 
 
 def _groups(pid: int) -> set[int]:
@@ -634,6 +631,14 @@ def _without_suid(mode: int) -> int:
 def _entry(node: Node) -> bytes:
     packed = _node_attributes(node)
     return protocol.entry(node.inode.ino, packed, _TIMEOUT_SECONDS, _TIMEOUT_SECONDS)
+
+
+def _control_entry(ino: int) -> bytes:
+    return protocol.entry(ino, _control_attributes(ino), _TIMEOUT_SECONDS, 0)
+
+
+def _control_attributes(ino: int) -> bytes:
+    return _attributes(control.control_inode(ino), 0)
 
 
 def _attributes_answer(node: Node) -> bytes:

@@ -23,10 +23,11 @@ class Mount:
 def mounts() -> list[Mount]:
     """All mounted KVFS that this process can see."""
     found = []
-    # The mounts of others may have any bytes as names.
-    for line in os.fsdecode(Path("/proc/self/mountinfo").read_bytes()).split("\n"):
+    # Names of all users' mounts are in it: of any bytes, but for what the kernel escapes.
+    table = os.fsdecode(Path("/proc/self/mountinfo").read_bytes())
+    for line in table.rstrip("\n").split("\n"):
         before, _, after = line.partition(" - ")
-        kind, source, *_ = after.split(" ") if after else ("", "")
+        kind, source, *_ = after.split(" ")
         if kind == FILESYSTEM_TYPE:
             fields = before.split(" ")
             found.append(Mount(Path(_unescape(fields[4])), _unescape(source), fields[2]))

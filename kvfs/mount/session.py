@@ -112,7 +112,10 @@ class Session:
             else:
                 self._dispatch(opcode, unique, call, self._body(size - 8 * extensions))
         except Exception as failure:
-            self._answer(unique, "a request", None, failure)
+            if opcode in protocol.UNANSWERED:
+                _not_answered("a request", None, failure)
+            else:
+                self._answer(unique, "a request", None, failure)
 
     def _body(self, size: int) -> bytes:
         if size <= HEAD_SIZE:

@@ -67,7 +67,7 @@ class Session:
         Raises:
             SessionBusyError: it is open elsewhere.
             FingerprintError: it belongs to another model, or this rank to other weights.
-            NotASessionError: the directory holds something else.
+            NotASessionError: the directory holds something else, or is another user's.
             OSError: as the filesystem reports it.
         """
         self.path = path
@@ -79,6 +79,7 @@ class Session:
         self._directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         self._lease = -1
         try:
+            self._require_own_directory()
             self._tokens = self._file(f"tokens{self._own}")
             self._description = self._file("session.json")
             self._lock()
@@ -185,6 +186,11 @@ class Session:
         record = Record(fingerprint)
         self._description.replace(record.encode(), tag=self._own)
         return record
+
+    def _require_own_directory(self) -> None:
+        """Who made it for us would read what we write."""
+        if os.geteuid() not in (0, os.fstat(self._directory).st_uid):
+            raise NotASessionError(f"{self.path} belongs to another user: choose another name")
 
     def _require_no_foreign_files(self) -> None:
         names = os.listdir(self._directory)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +14,12 @@ from kvfs.engine import ops
 from kvfs.engine.format import (
     BLOCK,
     DATA_START,
+    EXTENT_SIZE_MAX,
     FORMAT_VERSION,
     KVMAP_ENTRY_SIZE,
     KVMAP_LAYOUT_AT,
     KVMAP_TABLES_MAX,
+    METADATA_SIZE_MAX,
     NAME_COLLISIONS_MAX,
     SEALED_KEYS_SIZE,
     SUPERBLOCK_ADDRESSES,
@@ -53,13 +54,16 @@ from kvfs.engine.format import (
     round_up,
     unpack_items,
 )
+from tests.support.images import from_a_newer_release, sealed
 
 U8, U32, U64 = st.integers(0, 2**8 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 I64 = st.integers(-(2**63), 2**63 - 1)
 NAMES = st.binary(min_size=1, max_size=255)
 BYTES_16 = st.binary(min_size=16, max_size=16)
 
-POINTERS = st.builds(Pointer, U64, U32, U32, U8, U64)
+ADDRESSES = st.integers(0, 2**52 - 1).map(lambda block: block * BLOCK)
+SIZES = st.integers(0, METADATA_SIZE_MAX)
+POINTERS = st.builds(Pointer, ADDRESSES, SIZES, SIZES, U8, U64)
 POSITIONS = st.builds(Position, U32, U64, U32, U64, U64)
 SUPERBLOCKS = st.builds(
     Superblock,
@@ -120,7 +124,8 @@ RECORDS = st.builds(
 INODES = st.builds(
     Inode, U64, U32, U32, U32, U32, U64, U64, U64, I64, I64, I64, I64, U64, st.binary(max_size=255)
 )
-EXTENTS = st.builds(Extent, U64, U64, U32, U32, U8, U8, U64, U8, U64)
+EXTENT_SIZES = st.integers(1, EXTENT_SIZE_MAX)
+EXTENTS = st.builds(Extent, U64, ADDRESSES, EXTENT_SIZES, EXTENT_SIZES, U8, U8, U64, U8, U64)
 SLICES = st.builds(Slice, U64, U32, U64, U32)
 CHUNK_HEADERS = st.builds(OplogChunkHeader, BYTES_16, BYTES_16, U64)
 ITEMS = st.lists(
@@ -176,7 +181,7 @@ def test_small_structures_come_back(
 
 @given(
     st.builds(KvmapHeader, BYTES_16, BYTES_16, U64, U64, U64),
-    st.builds(KvmapLayout, U64, st.lists(U64, max_size=KVMAP_TABLES_MAX).map(tuple)),
+    st.builds(KvmapLayout, U64, st.lists(U64, min_size=1, max_size=KVMAP_TABLES_MAX).map(tuple)),
     st.builds(KvmapEntry, U64, U64, U64, U64, U64, U64, U64),
 )
 def test_what_a_warm_file_holds_comes_back(
@@ -323,18 +328,36 @@ def test_a_cut_operation_is_refused(operation: ops.Operation, data: st.DataObjec
         ops.unpack(packed[: data.draw(st.integers(0, len(packed) - 1))])
 
 
-def sealed(body: bytes) -> bytes:
-    body = body[: BLOCK - 8]
-    return body + checksum(body).to_bytes(8, "little")
-
-
-def test_a_superblock_of_another_version_or_with_unknown_features_is_said_to_be_newer() -> None:
+@pytest.mark.parametrize(
+    ("version", "advice"),
+    [(FORMAT_VERSION + 1, "use a newer kvfs"), (FORMAT_VERSION - 1, "use the kvfs that made it")],
+)
+def test_another_version_is_refused_by_number_with_what_to_use(version: int, advice: str) -> None:
     packed = EXAMPLE_SUPERBLOCK.pack()
-    another_version = sealed(packed[:8] + (FORMAT_VERSION + 1).to_bytes(4, "little") + packed[12:])
-    unknown_feature = dataclasses.replace(EXAMPLE_SUPERBLOCK, features=1 << 40).pack()
-    for data in (another_version, unknown_feature):
-        with pytest.raises(UnknownFormatError, match="unknown to this release"):
-            Superblock.unpack(data)
+    another = sealed(packed[:8] + version.to_bytes(4, "little") + packed[12:])
+    with pytest.raises(UnknownFormatError, match=f"format version {version} is unknown .*{advice}"):
+        Superblock.unpack(another)
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        ({5: "lossy", 63: "shared_prefixes"}, "lossy (bit 5), shared_prefixes (bit 63)"),
+        ({5: ""}, "bit 5"),
+        ({5: "", 6: "named"}, "bit 5, named (bit 6)"),
+        ({5: "two,names"}, "bit 5"),
+        ({5: "\x1b[2J"}, "bit 5"),
+        ({40: "n" * 512}, f"{'n' * 512} (bit 40)"),
+        (dict.fromkeys(range(8, 64), ""), ", ".join(f"bit {bit}" for bit in range(8, 64))),
+    ],
+)
+def test_unknown_features_are_refused_by_the_names_that_the_ring_gives_them(
+    features: dict[int, str], told: str
+) -> None:
+    newer = from_a_newer_release(EXAMPLE_SUPERBLOCK, features)
+    with pytest.raises(UnknownFormatError) as refusal:
+        Superblock.unpack(newer)
+    assert f"unknown to this release: {told}; use a newer kvfs" in str(refusal.value)
 
 
 def test_superblocks_take_turns_in_the_slots() -> None:
@@ -378,7 +401,7 @@ def test_the_superblock_lies_as_the_documentation_says() -> None:
         uuid=b"u" * 16, generation=2, epoch=3, epoch_start=4, created_ns=5, device_size=6,
         segment_size=7, segment_count=8, id_floor=9, hash_key=b"h" * 16, oplog_token=b"t" * 16,
         oplog_home=b"home", flags=SuperblockFlag.CLEAN, operation=11,
-        checkpoint=Pointer(12, 13, 14, 1, 15), replay=Position(16, 17, 18, 19, 20),
+        checkpoint=Pointer(3 * BLOCK, 13, 14, 1, 15), replay=Position(16, 17, 18, 19, 20),
     ).pack()  # fmt: skip
 
     def number(at: int, size: int) -> int:
@@ -393,7 +416,12 @@ def test_the_superblock_lies_as_the_documentation_says() -> None:
     assert (block[104:120], block[120:136]) == (b"h" * 16, b"t" * 16)
     assert block[136:648].rstrip(b"\0") == b"home"
     assert (number(648, 4), number(656, 8)) == (1, 11)
-    assert (number(664, 8), number(672, 4), number(676, 4), number(680, 1)) == (12, 13, 14, 1)
+    assert (number(664, 8), number(672, 4), number(676, 4), number(680, 1)) == (
+        3 * BLOCK,
+        13,
+        14,
+        1,
+    )
     assert number(684, 8) == 15
     assert (number(692, 4), number(696, 4), number(700, 8)) == (16, 18, 17)
     assert (number(708, 8), number(716, 8)) == (19, 20)

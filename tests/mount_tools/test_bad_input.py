@@ -22,6 +22,7 @@ from tests.support.mounter import COMMAND_SECONDS, KVFS, Mounter, kvfs
 from tests.support.users import kvfs_as_nobody
 
 MIB = 1024**2
+FSCK_FAILED = 8
 
 
 def refusal(mounter: Mounter, device: Path, *arguments: str) -> str:
@@ -336,19 +337,46 @@ def test_a_full_disk_under_a_sparse_image_costs_nothing_that_was_answered(
 # -- the same image twice
 
 
-@pytest.mark.parametrize("kind", ["symlink", "hard link"])
+def bound(image: Path, name: Path) -> None:
+    name.touch()
+    made = subprocess.run(["mount", "--bind", image, name], check=False, capture_output=True)
+    if made.returncode:
+        pytest.skip("only root, with mount, can bind a file")
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hard link", "bind mount", "descriptor"])
 def test_another_name_of_a_mounted_image_is_refused(
     mounted: Mounter, tmp_path: Path, kind: str
 ) -> None:
     other, name = tmp_path / "mnt", mounted.directory / "name"
     other.mkdir()
-    if kind == "symlink":
-        name.symlink_to(mounted.image)
-    else:
-        name.hardlink_to(mounted.image)
-    for command in (["mount", other, name, "--log", mounted.log], ["mkfs", "--force", name]):
-        assert "is in use by another KVFS process" in error_line(kvfs(*command, check=False))
+    fd = os.open(mounted.image, os.O_RDONLY)
+    match kind:
+        case "symlink":
+            name.symlink_to(mounted.image)
+        case "hard link":
+            name.hardlink_to(mounted.image)
+        case "bind mount":
+            bound(mounted.image, name)
+        case "descriptor":
+            name = Path(f"/proc/{os.getpid()}/fd/{fd}")
+    try:
+        refusals = [
+            error_line(kvfs("mount", other, name, "--log", mounted.log, check=False)),
+            error_line(kvfs("mount", other, name, "-o", "ro", check=False)),
+            error_line(kvfs("mkfs", "--force", name, check=False)),
+            error_line(kvfs("fsck", "--repair", name, check=False), FSCK_FAILED),
+            error_line(kvfs("fsck", name, check=False), FSCK_FAILED),
+        ]
+    finally:
+        os.close(fd)
+        if kind == "bind mount":
+            subprocess.run(["umount", name], check=True)
+    for line in refusals:
+        assert "is in use by another KVFS process" in line or "is mounted on" in line
     assert (mounted.mountpoint / "kept").read_text() == "kept"
+    mounted.umount()
+    assert kvfs("fsck", mounted.image).returncode == 0
 
 
 def loop_over(image: Path) -> Path:
@@ -379,6 +407,8 @@ def test_a_loop_device_and_the_image_behind_it_are_one_ring(
         ):
             line = error_line(kvfs(*command, check=False))
             assert line.startswith(f"{image} is in use by another KVFS process")
+        line = error_line(kvfs("fsck", "--repair", second, check=False), FSCK_FAILED)
+        assert line.startswith(f"{image} is in use by another KVFS process")
         mounter.umount()
         mounter.image = second
         mounter.mount()

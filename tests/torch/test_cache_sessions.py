@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,9 @@ from kvfs.torch import (
     NotKVFSError,
     SessionBusyError,
 )
+from kvfs.torch.fingerprint import Fingerprint
+from kvfs.torch.session import Session
+from tests.support.users import as_user, needs_root
 
 Prompt = Callable[..., torch.Tensor]
 ModelMaker = Callable[..., PreTrainedModel]
@@ -97,6 +102,41 @@ def test_what_a_session_looks_like(
     assert (told["type"], told["layers"], told["kv_heads"], told["head_dim"]) == ("llama", 8, 2, 16)
     assert (told["dtype"], told["layout"], told["ranks"]) == ("float32", "NHD", 1)
     assert told["rope"]["rope_type"] == "default"
+
+
+@needs_root
+def test_a_session_is_its_makers_alone_whatever_the_umask(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    before = os.umask(0)
+    try:
+        with KVFSCache.open(kv_directory, "agent", model) as cache:
+            fill(model, cache, prompt(10))
+            cache.end_round()
+            cache.sync()
+    finally:
+        os.umask(before)
+    session = kv_directory / "agent"
+    assert stat.S_IMODE(session.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(file.stat().st_mode) for file in session.iterdir()} == {0o600}
+
+
+@needs_root
+def test_a_directory_that_another_user_made_is_no_session(model: PreTrainedModel) -> None:
+    top = Path(tempfile.mkdtemp())
+    try:
+        top.chmod(0o755)
+        (top / "agent").mkdir()
+        (top / "agent").chmod(0o777)
+        fingerprint = Fingerprint.of(model)
+        with pytest.raises(NotASessionError, match="belongs to another user"):
+            as_user(12345, lambda: Session(top / "agent", fingerprint).close())
+        assert os.listdir(top / "agent") == []
+        os.chown(top / "agent", 12345, 12345)
+        as_user(12345, lambda: Session(top / "agent", fingerprint).close())
+        assert "session.json" in os.listdir(top / "agent")
+    finally:
+        shutil.rmtree(top)
 
 
 def test_the_files_hold_token_major_rows(

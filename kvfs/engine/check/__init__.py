@@ -61,7 +61,8 @@ def check(
     findings += data.findings
     faults = {finding.structure for finding in findings if not finding.is_lost}
     if repair and faults == {"superblock"} and slots.older is None:
-        write_superblock(device, newest.next())
+        for superblock in (newest.next(), newest.next().next()):
+            write_superblock(device, superblock)
     elif repair and faults:
         needed = needed_by(device, slots, unlocked)
         state = _new_state(device, loaded, mender, needed, set(unmovable))

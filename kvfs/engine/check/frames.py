@@ -91,9 +91,12 @@ def _read_beyond(
     """What had been flushed had happened: each frame counts as far as it is whole. `bad` is
     the first that is not. Returns where the log goes on behind what had been flushed."""
     start = log.end.sequence
+    # A frame takes a block at least: one that claims to come later than so many is none.
+    limit = start + ring.geometry.segment_count * ring.geometry.segment_size // BLOCK
     newest: dict[int, FrameHeader] = {}
     for header in all_headers(device, ring):
-        if header.sequence >= start and not journal.is_stale(header, superblock):
+        is_behind = start <= header.sequence < limit and header.flushed < header.sequence
+        if is_behind and not journal.is_stale(header, superblock):
             newest[header.sequence] = header
     if not newest:
         return log.end  # what said so lies where no frame can be

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvfs.engine.check.findings import Finding
-from kvfs.engine.device import Device, read_bytes
-from kvfs.engine.format import BLOCK, SUPERBLOCK_ADDRESSES, FormatError, Superblock
-from kvfs.engine.superblocks import read_superblocks
+from kvfs.engine.device import Device
+from kvfs.engine.format import SUPERBLOCK_ADDRESSES, FormatError, Superblock
+from kvfs.engine.superblocks import read_superblock, read_superblocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def read_slots(device: Device, name: str) -> Slots:
     older, findings = None, []
     for number, address in enumerate(SUPERBLOCK_ADDRESSES):
         try:
-            superblock = Superblock.unpack(read_bytes(device, address, BLOCK))
+            superblock = read_superblock(device, address)
             if superblock.address != address:
                 raise FormatError("it belongs in the other slot")
             if _identity(superblock) != _identity(newest):

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 
 from kvfs.engine.check.findings import Finding
 from kvfs.engine.format import (
+    ID_MAX,
     KEY,
     REFERENCES,
     ROOT_INODE,
+    SERIAL_BITS,
     TABLE_COUNTS,
     TABLE_EXTENTS,
     TABLE_INODES,
@@ -39,6 +41,7 @@ from kvfs.engine.format import (
     xattr_key,
 )
 
+_SERIAL = (1 << SERIAL_BITS) - 1
 _TABLE_OF = {
     ItemKind.COUNTS: TABLE_COUNTS,
     ItemKind.INODE: TABLE_INODES,
@@ -82,6 +85,9 @@ class Tables:
         table, owner, kind, slot = KEY.unpack(key)
         if _TABLE_OF.get(kind) != table:
             raise FormatError("an item of an unknown kind")
+        serial = owner & _SERIAL if table == TABLE_INODES else owner
+        if table in (TABLE_INODES, TABLE_EXTENTS) and serial >= ID_MAX:
+            raise FormatError("an item of an id that cannot be")
         match kind:
             case ItemKind.COUNTS:
                 self.counts = Counts.unpack(value)
@@ -92,7 +98,8 @@ class Tables:
             case ItemKind.DENTRY:
                 self.names[owner][slot] = Dentry.unpack(value)
             case ItemKind.MAP:
-                self.slices[owner].append(Slice.unpack(slot, value))
+                part = Slice.unpack(slot, value)
+                self.slices[owner].append(part)
             case ItemKind.SYMLINK:
                 self.targets[owner] = value
             case ItemKind.ORPHAN:
