@@ -58,11 +58,11 @@ def everything_survives(write: Written) -> Iterator[tuple[int, int]]:
     yield 0, len(write.data)
 
 
-def random_survival(random: Random) -> Survival:
+def random_survival(random: Random, sector: int = SECTOR) -> Survival:
     """Each write is whole, lost, or torn between sectors: cut, with a gap, or in shreds."""
 
     def survives(write: Written) -> Iterator[tuple[int, int]]:
-        sectors = len(write.data) // SECTOR
+        sectors = len(write.data) // sector
         first, second = sorted(random.randrange(sectors + 1) for _ in range(2))
         match random.randrange(8):
             case 0 | 1:
@@ -79,9 +79,34 @@ def random_survival(random: Random) -> Survival:
                 kept = [s for s in range(sectors) if random.random() < 0.5]
                 ranges = [(s, s + 1) for s in kept]
         for start, end in ranges:
-            yield start * SECTOR, end * SECTOR
+            yield start * sector, end * sector
 
     return survives
+
+
+@dataclass(slots=True)
+class Media:
+    """What no power cut takes from a device, and the writes that it may."""
+
+    stable: bytearray
+    unflushed: list[Written] = field(default_factory=list)
+
+    def undergo(self, event: Event) -> None:
+        if isinstance(event, Written):
+            self.unflushed.append(event)
+        elif isinstance(event, Flushed):
+            for write in self.unflushed:
+                if event.covered(write):
+                    self.stable[write.address : write.address + len(write.data)] = write.data
+            self.unflushed = [write for write in self.unflushed if not event.covered(write)]
+
+    def left_by(self, survives: Survival, under_way: Sequence[Written] = ()) -> bytearray:
+        """An image after a power cut, when besides these writes were under way."""
+        image = bytearray(self.stable)
+        for write in (*self.unflushed, *under_way):
+            for start, end in survives(write):
+                image[write.address + start : write.address + end] = write.data[start:end]
+        return image
 
 
 @dataclass(slots=True)
@@ -98,13 +123,12 @@ class RecordingDevice:
     fail: Callable[[str, int, int], None] = lambda kind, address, length: None
     torn_at: Callable[[int], int] | None = None  # how much of a write still happens
     _notes: dict[str, int] = field(default_factory=dict)
-    _base: bytearray = field(default_factory=bytearray)
-    _base_pending: list[Written] = field(default_factory=list)
+    _begun: Media = field(init=False)
     _asked: int | None = None
     _own: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._base = bytearray(self.image)
+        self._begun = Media(bytearray(self.image))
 
     @classmethod
     def of_size(cls, size: int) -> RecordingDevice:
@@ -170,32 +194,21 @@ class RecordingDevice:
                 return event.value
         return self._notes.get(what, default)
 
+    def at_begin(self) -> Media:
+        """What was there when the history began."""
+        return Media(bytearray(self._begun.stable), list(self._begun.unflushed))
+
     def image_after(self, moment: int, survives: Survival) -> bytearray:
         """What may be on the device after a power cut when `moment` events had happened."""
-        image, pending = bytearray(self._base), list(self._base_pending)
+        media = self.at_begin()
         for event in self.events[:moment]:
-            pending = _settle(image, pending, event)
-        for write in pending:
-            for start, end in survives(write):
-                image[write.address + start : write.address + end] = write.data[start:end]
-        return image
+            media.undergo(event)
+        return media.left_by(survives)
 
     def forget(self, moment: int) -> None:
         """Drop the first `moment` events: the history begins there."""
         for event in self.events[:moment]:
-            self._base_pending = _settle(self._base, self._base_pending, event)
+            self._begun.undergo(event)
             if isinstance(event, Noted):
                 self._notes[event.what] = event.value
         del self.events[:moment]
-
-
-def _settle(image: bytearray, pending: list[Written], event: Event) -> list[Written]:
-    """Account for one event; returns the writes that may still be lost."""
-    if isinstance(event, Written):
-        pending.append(event)
-    elif isinstance(event, Flushed):
-        for write in pending:
-            if event.covered(write):
-                image[write.address : write.address + len(write.data)] = write.data
-        pending = [write for write in pending if not event.covered(write)]
-    return pending
