@@ -4,7 +4,7 @@
     python scripts/crash.py --seed SEED --cut NUMBER
 
 Sessions are at work on small rings (tests/crash/history.py): each history follows from its
-seed. Its writes to the device are cut at every border of a frame and once inside each, with
+seed. Its writes to the device are cut at both borders of each frame and inside it, with
 what no flush had covered lost, reordered or torn, or with the daemon alone killed
 (tests/crash/cuts.py). What is left must open, be the state after a prefix of the operations
 that contains all that was confirmed, carry on, and have fsck find nothing; some of it through
@@ -40,7 +40,7 @@ from tests.crash.history import History
 from tests.crash.mounted import check_mounted
 from tests.support.mounter import Mounter
 
-HISTORY_CUTS = 2000
+HISTORY_CUTS = 2500
 PART_CUTS = 250  # done in one go: the history until there is recorded for it
 
 

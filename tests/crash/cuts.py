@@ -1,4 +1,4 @@
-"""A history cut in two places of each write to the device: at its border, and inside it.
+"""A history cut in three places of each write to the device: at its begin, inside it, at its end.
 
 A write is a frame or a superblock. What no flush had covered when the power failed is there in
 order, or lost, or any part of it is there. Or only the daemon was killed: all that it had
@@ -27,7 +27,7 @@ from tests.support.devices import (
     random_survival,
 )
 
-A_WRITE = 2  # cuts
+A_WRITE = 3  # cuts: before it, inside it, behind it (and before a flush that follows)
 _PAGE = 4096
 
 
@@ -57,8 +57,9 @@ class Cut:
 
     @property
     def left(self) -> Left | None:
-        """What the tmpfs held, if the daemon alone ends here."""
-        return self.life.left.get(self.begun.number) if self.begun.data else None
+        """What the tmpfs held, if the daemon alone ends here, inside the write."""
+        is_inside = self.number % A_WRITE == 1
+        return self.life.left.get(self.begun.number) if is_inside else None
 
     @property
     def after_kill(self) -> list[Tree]:
@@ -116,9 +117,10 @@ def cuts(history: History, seed: int, numbers: range) -> Iterator[Cut]:
 
 
 def _parts(write: Written, random: Random) -> Iterator[Written]:
-    """Nothing of it, and a part."""
+    """Nothing of it, a part, all of it."""
     yield replace(write, data=b"")
     yield replace(write, data=write.data[: random.randrange(1, len(write.data))])
+    yield write
 
 
 def check_cut(history: History, cut: Cut) -> Fate:
