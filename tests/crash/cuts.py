@@ -19,7 +19,7 @@ from tests.crash.model import Tree
 from tests.support.devices import (
     SECTOR,
     Media,
-    RecordingDevice,
+    MemoryDevice,
     Survival,
     Written,
     everything_survives,
@@ -139,6 +139,6 @@ def check_cut(history: History, cut: Cut) -> Fate:
 
 def fsck(image: bytearray, but: Set[str] = frozenset()) -> None:
     """Raises AssertionError when it finds anything, `but` in these structures."""
-    report = check.check(RecordingDevice(image), "the ring")
+    report = check.check(MemoryDevice(image), "the ring")
     findings = [finding for finding in report.findings if finding.structure not in but]
     assert not findings, "fsck: " + "; ".join(map(str, findings[:5]))

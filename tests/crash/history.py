@@ -35,12 +35,12 @@ from tests.crash.machine import (
     open_inline,
 )
 from tests.crash.model import ROOT, Tree, view_of
-from tests.support.devices import RecordingDevice
+from tests.support.devices import MemoryDevice, RecordingDevice
 
 _LAYERS_MAX = 6
 _BYTES_MAX = 5 * MIB  # of files: about what fits, so that the ring is full at times
 _INODES_MAX = 100
-_COPIED_EVERY = 16  # writes to the device
+_COPIED_EVERY = 8  # writes to the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class History(DeferredCrashMachine):
 
     def check_left(self, image: bytearray, left: Left, candidates: list[Tree]) -> None:
         """Of what had been answered when the daemon was killed nothing is missing."""
-        device = RecordingDevice(image)
+        device = MemoryDevice(image)
         # It lies elsewhere than the ring says: as of another boot that is not looked for.
         buffer = WarmTier(left.warm, _LOG_LIMIT, InlineExecutor(), "the boot of a copy")
         store = Store.open(device, "ring", InlineExecutor(), buffer, _OPTIONS)

@@ -110,12 +110,45 @@ class Media:
 
 
 @dataclass(slots=True)
-class RecordingDevice:
-    """Implements kvfs.engine.device.Device. `image` is what reads see. `fail` is called
-    with "read", "write" or "flush", an address and a length, and may raise."""
+class MemoryDevice:
+    """Implements kvfs.engine.device.Device. `image` is what reads see."""
 
     image: bytearray
     read_only: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.image)
+
+    def read(self, address: int, buffers: Sequence[memoryview]) -> None:
+        view = memoryview(self.image)
+        for buffer in buffers:
+            part = view[address : address + len(buffer)]
+            if len(part) != len(buffer):
+                raise OSError(errno.EIO, "the device ends")
+            buffer[:] = part
+            address += len(buffer)
+
+    def write(self, address: int, buffers: Sequence[memoryview]) -> None:
+        self._put(address, b"".join(buffers))
+
+    def _put(self, address: int, data: bytes) -> None:
+        assert address % SECTOR == 0 and len(data) % SECTOR == 0
+        assert 0 <= address and address + len(data) <= self.size
+        self.image[address : address + len(data)] = data
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class RecordingDevice(MemoryDevice):
+    """One that remembers. `fail` is called with "read", "write" or "flush", an address and a
+    length, and may raise."""
+
     events: list[Event] = field(default_factory=list)
     bytes_written: int = 0
     flushes: int = 0
@@ -134,28 +167,16 @@ class RecordingDevice:
     def of_size(cls, size: int) -> RecordingDevice:
         return cls(bytearray(size))
 
-    @property
-    def size(self) -> int:
-        return len(self.image)
-
     def read(self, address: int, buffers: Sequence[memoryview]) -> None:
         self.fail("read", address, sum(map(len, buffers)))
-        view = memoryview(self.image)
-        for buffer in buffers:
-            part = view[address : address + len(buffer)]
-            if len(part) != len(buffer):
-                raise OSError(errno.EIO, "the device ends")
-            buffer[:] = part
-            address += len(buffer)
+        MemoryDevice.read(self, address, buffers)
 
     def write(self, address: int, buffers: Sequence[memoryview]) -> None:
         data = b"".join(buffers)
         self.fail("write", address, len(data))
-        assert address % SECTOR == 0 and len(data) % SECTOR == 0
-        assert 0 <= address and address + len(data) <= self.size
         if self.torn_at is not None:
             data = data[: self.torn_at(len(data) // SECTOR) * SECTOR]
-        self.image[address : address + len(data)] = data
+        self._put(address, data)
         self.events.append(Written(self.writes, address, data))
         self._own.add(self.writes)
         self.writes += 1
@@ -168,9 +189,6 @@ class RecordingDevice:
             self.events.append(Flushed(self.writes))
         else:
             self.events.append(Flushed(self._asked, frozenset(self._own)))
-
-    def close(self) -> None:
-        pass
 
     @contextmanager
     def work_asked_for(self, writes: int) -> Iterator[None]:
