@@ -152,6 +152,8 @@ def run(todo: list[Part], jobs: int) -> list[Outcome]:
             for fault in outcome.faults:
                 print(fault, flush=True)
             bar.advance(task, len(outcome.part.numbers))
+            if bar.disable:
+                print(f"{sum(len(one.part.numbers) for one in outcomes)} cuts done", flush=True)
     return outcomes
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -35,6 +36,7 @@ SIZE_MAX = 3 * 1024 * 1024
 GONE = (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
 Tree = dict[str, bytearray]
 _MOUNTING_EVERY = 4
+_FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +112,17 @@ def _resize(content: bytearray, size: int) -> None:
 # -- a writer -------------------------------------------------------------------------
 
 
-def write_forever(directory: Path, manifest: Path, seed: int) -> None:
-    """Until the filesystem is gone."""
+def write_forever(directory: Path, manifest: Path, tree: Tree, seed: int) -> None:
+    """Until the filesystem is gone. `tree` is what is there."""
     with manifest.open("w", buffering=1) as lines:
         try:
-            write_until_gone(directory, lines, random.Random(seed))
+            write_until_gone(directory, lines, tree, random.Random(seed))
         except OSError as failure:
             if failure.errno not in GONE:
                 raise
 
 
-def write_until_gone(directory: Path, lines: TextIO, rng: random.Random) -> None:
-    tree = read_tree(directory)
+def write_until_gone(directory: Path, lines: TextIO, tree: Tree, rng: random.Random) -> None:
     while True:
         action = choose(rng, tree)
         lines.write(f"? {json.dumps(asdict(action))}\n")
@@ -258,19 +259,43 @@ class Harness:
         """The command."""
         return ["mount", self.mountpoint, self.image, "--log", self.directory / "kvfs.log"]
 
+    def home(self, writer: int) -> Path:
+        return self.mountpoint / f"writer-{writer}"
+
+    def manifest(self, writer: int) -> Path:
+        return self.directory / f"manifest.{writer}"
+
     def mount_and_check(self) -> None:
         kvfs(*self.mount)
         for writer in range(self.writers):
-            home = self.mountpoint / f"writer-{writer}"
+            home, manifest = self.home(writer), self.manifest(writer)
             home.mkdir(exist_ok=True)
-            manifest = self.directory / f"manifest.{writer}"
             self.trees[writer], kept = check(home, manifest, self.trees[writer])
             manifest.unlink(missing_ok=True)
             self.promises += kept
 
     def kill_under_load(self) -> None:
         self.mount_and_check()
-        load_and_kill(self.directory, self.mountpoint, self.writers, self.rng)
+        pid = json.loads((self.mountpoint / ".kvfs" / "stats.json").read_text())["pid"]
+        processes = [
+            _FORK.Process(
+                target=write_forever,
+                args=(
+                    self.home(writer), self.manifest(writer), self.trees[writer],
+                    self.rng.randrange(1 << 40),
+                ),
+            )
+            for writer in range(self.writers)
+        ]  # fmt: skip
+        for process in processes:
+            process.start()
+        time.sleep(self.rng.uniform(0.1, 1.5))
+        os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            process.join(timeout=60)
+            if process.exitcode != 0:
+                process.kill()
+                raise SystemExit("a writer failed, or hangs")
 
     def kill_while_mounting(self) -> None:
         """Mostly before it answers."""
@@ -288,12 +313,17 @@ def run(harness: Harness, kills: int) -> None:
     columns = (TextColumn("kills"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     started = time.monotonic()
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+    # Refreshed by hand: a process that forks had better be without threads.
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, auto_refresh=False
+    ) as bar:
         for kill in bar.track(range(1, kills + 1)):
             if kill % _MOUNTING_EVERY == 0:
                 harness.kill_while_mounting()
             else:
                 harness.kill_under_load()
+            if bar.disable:
+                print(f"kill {kill} of {kills}: {harness.promises} promises kept", flush=True)
     harness.mount_and_check()
     kvfs("umount", harness.mountpoint)
     kvfs("fsck", harness.image)
@@ -303,22 +333,6 @@ def run(harness: Harness, kills: int) -> None:
     )
 
 
-def load_and_kill(directory: Path, mountpoint: Path, writers: int, rng: random.Random) -> None:
-    pid = json.loads((mountpoint / ".kvfs" / "stats.json").read_text())["pid"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--writer", mountpoint / f"writer-{writer}",
-             "--manifest", directory / f"manifest.{writer}", "--seed", str(rng.randrange(1 << 40))]
-        )
-        for writer in range(writers)
-    ]  # fmt: skip
-    time.sleep(rng.uniform(0.3, 2.0))
-    os.kill(pid, signal.SIGKILL)
-    for process in processes:
-        if process.wait(timeout=60):
-            raise SystemExit("a writer failed")
-
-
 def main(
     kills: Annotated[int, typer.Option(min=0, help="How many.")] = 200,
     writers: Annotated[int, typer.Option(min=1, help="Processes that write.")] = 4,
@@ -326,13 +340,8 @@ def main(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="A directory on the disk.")
     ] = None,
-    writer: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    manifest: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """SIGKILL the daemon under a writing load: nothing that it answered may be lost."""
-    if writer is not None and manifest is not None:
-        write_forever(writer, manifest, seed)
-        return
     with tempfile.TemporaryDirectory(prefix="kvfs-kill-", dir=directory) as name:
         harness = Harness(Path(name), writers, random.Random(seed))
         try:
