@@ -117,9 +117,11 @@ def cuts(history: History, seed: int, numbers: range) -> Iterator[Cut]:
 
 
 def _parts(write: Written, random: Random) -> Iterator[Written]:
-    """Nothing of it, a part, all of it."""
+    """Nothing of it, a part, all of it. Every other part ends within the first page, where
+    what is not payload lies."""
+    end = random.choice([_PAGE, len(write.data)])
     yield replace(write, data=b"")
-    yield replace(write, data=write.data[: random.randrange(1, len(write.data))])
+    yield replace(write, data=write.data[: random.randrange(1, min(end, len(write.data)))])
     yield write
 
 

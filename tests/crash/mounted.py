@@ -6,10 +6,10 @@ import os
 import stat
 from collections import defaultdict
 
-from tests.crash.cuts import Cut
+from tests.crash.cuts import Cut, fsck
 from tests.crash.history import History
 from tests.crash.model import Seen, View
-from tests.support.mounter import Mounter, kvfs
+from tests.support.mounter import Mounter
 
 
 def check_mounted(history: History, cut: Cut, mounter: Mounter) -> None:
@@ -22,7 +22,7 @@ def check_mounted(history: History, cut: Cut, mounter: Mounter) -> None:
     finally:
         mounter.umount()
     history.matching(view, cut.after_power_cut)
-    kvfs("fsck", mounter.image)
+    fsck(bytearray(mounter.image.read_bytes()))
 
 
 def view_at(root: bytes) -> View:
