@@ -41,7 +41,7 @@ from tests.crash.mounted import check_mounted
 from tests.support.mounter import Mounter
 
 HISTORY_CUTS = 2500
-PART_CUTS = 500  # done in one go: the history until there is recorded for it
+PART_CUTS = 250  # done in one go: the history until there is recorded for it
 
 
 @dataclass(frozen=True, slots=True)
