@@ -197,6 +197,10 @@ def main(
     jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
 ) -> None:
     """Cut the device's write stream everywhere: each rest must be a state that may be."""
+    if every > 1 and every % A_WRITE == 0:
+        raise typer.BadParameter(
+            f"no multiple of {A_WRITE}: these are all the same part of a write"
+        )
     if number is None:
         todo = list(parts(cut_count, mount_count, every, seed))
     else:

@@ -26,6 +26,7 @@ from tests.support.devices import (
     nothing_survives,
     random_survival,
 )
+from tests.support.encrypted import KEY
 
 A_WRITE = 3  # cuts: before it, inside it, behind it (and before a flush that follows)
 _PAGE = 4096
@@ -141,6 +142,6 @@ def check_cut(history: History, cut: Cut) -> Fate:
 
 def fsck(image: bytearray, but: Set[str] = frozenset()) -> None:
     """Raises AssertionError when it finds anything, `but` in these structures."""
-    report = check.check(MemoryDevice(image), "the ring")
+    report = check.check(MemoryDevice(image), "the ring", key=KEY)
     findings = [finding for finding in report.findings if finding.structure not in but]
     assert not findings, "fsck: " + "; ".join(map(str, findings[:5]))

@@ -16,6 +16,7 @@ from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
+from kvfs.engine import ciphers, vault
 from kvfs.engine import store as store_module
 from kvfs.engine import superblocks as superblocks_module
 from kvfs.engine.io import InlineExecutor, run
@@ -36,6 +37,7 @@ from tests.crash.machine import (
 )
 from tests.crash.model import ROOT, Tree, view_of
 from tests.support.devices import MemoryDevice, RecordingDevice
+from tests.support.encrypted import ENCRYPTION, KEY
 
 _LAYERS_MAX = 6
 _BYTES_MAX = 5 * MIB  # of files: about what fits, so that the ring is full at times
@@ -63,11 +65,17 @@ class Life:
     left: dict[int, Left] = field(default_factory=dict)
 
 
+def is_encrypted(seed: int) -> bool:
+    """Every other history is one of an encrypted ring."""
+    return seed % 2 == 0
+
+
 class Secrets:
-    """Stands in for the module `secrets`, so that a seed gives the same bytes each time."""
+    """Stands in for the modules `secrets` and `os`, so that a seed gives the same bytes each
+    time."""
 
     def __init__(self, random: Random) -> None:
-        self.token_bytes = random.randbytes
+        self.token_bytes = self.urandom = random.randbytes
 
 
 class History(DeferredCrashMachine):
@@ -77,6 +85,7 @@ class History(DeferredCrashMachine):
     def __init__(self, seed: int, copied_from: int = 0) -> None:
         super().__init__()
         self.copied_from = copied_from
+        self.encryption = ENCRYPTION if is_encrypted(seed) else None
         self.random = Random(seed)
         self.lives_of_devices: list[Life] = []
         self.happened: Counter[str] = Counter()
@@ -86,6 +95,8 @@ class History(DeferredCrashMachine):
         secrets = Secrets(Random(self.random.random()))
         for module in (store_module, superblocks_module):
             self.patches.enter_context(patch.object(module, "secrets", secrets))
+        for module in (ciphers, vault):
+            self.patches.enter_context(patch.object(module, "os", secrets))
         self.begins(self.random.randint(12, 14), self.random.choice([MIB // 4, MIB // 2, MIB]))
         self.is_born()
         while self.writes < writes:
@@ -128,7 +139,7 @@ class History(DeferredCrashMachine):
         device = MemoryDevice(image)
         # It lies elsewhere than the ring says: as of another boot that is not looked for.
         buffer = WarmTier(left.warm, _LOG_LIMIT, InlineExecutor(), "the boot of a copy")
-        store = Store.open(device, "ring", InlineExecutor(), buffer, _OPTIONS)
+        store = Store.open(device, "ring", InlineExecutor(), buffer, _OPTIONS, KEY)
         assert store.damage is None, store.damage
         view = view_of(store, run)
         self.matching(view, candidates)

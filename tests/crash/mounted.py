@@ -9,6 +9,7 @@ from collections import defaultdict
 from tests.crash.cuts import Cut, fsck
 from tests.crash.history import History
 from tests.crash.model import Seen, View
+from tests.support.encrypted import KEY
 from tests.support.mounter import Mounter
 
 
@@ -16,7 +17,11 @@ def check_mounted(history: History, cut: Cut, mounter: Mounter) -> None:
     """After a power cut, which takes the tmpfs. Raises AssertionError."""
     _, image = cut.happens()
     mounter.image.write_bytes(image)
-    mounter.mount("--no-reclaim")
+    key = mounter.directory / "key"
+    key.touch(0o600)
+    key.write_bytes(KEY)
+    is_encrypted = history.encryption is not None
+    mounter.mount("--no-reclaim", *(["--key-file", str(key)] if is_encrypted else []))
     try:
         view = view_at(os.fsencode(mounter.mountpoint))
     finally:
