@@ -38,7 +38,11 @@ scenarios: setup ## Each profile at its work: simulated, and through a mount (mi
 scale: setup ## A million layer files: time to mount, memory to serve them (minutes, 8 GiB)
 	$(BIN)/python -m scripts.bench --rows 10
 
-crash: setup ## The long crash tests: minutes
+CUTS ?= 10000
+KILLS ?= 200
+crash: setup ## Cuts, kills and the long crash tests (an hour): make crash CUTS=10000 KILLS=200
+	$(BIN)/python scripts/crash.py --cuts $(CUTS)
+	$(BIN)/python scripts/kill.py --kills $(KILLS)
 	$(BIN)/pytest -m crash_long
 
 encrypted: setup ## Tests of the engine and of crashes on encrypted rings (minutes)

@@ -84,9 +84,7 @@ def _print_report(root: Path, found: dict[str, Any]) -> None:
     what = "clean" if not errors else f"{errors} error{'s' if errors > 1 else ''}, {healed} healed"
     say(f"{root}: {what}; {format_size(found['done'])} read")
     if errors > healed:
-        say(
-            "what is lost there reads as EIO; for the index: kvfs umount, then kvfs fsck --repair"
-        )
+        say("what is lost there reads as EIO; for the index: kvfs umount, then kvfs fsck --repair")
 
 
 def _line(rot: dict[str, Any]) -> str:

@@ -1,19 +1,20 @@
 """SIGKILL the daemon again and again under a writing load, and hold it to its promises.
 
-    python scripts/kill.py [--kills 50] [--writers 4] [--seed 1] [--dir DIR]
+    python scripts/kill.py [--kills 200] [--writers 4] [--seed 1] [--dir DIR]
 
 Each writer works in a directory of its own and keeps a manifest on an ordinary
 filesystem: a line before an operation (its intent), a line after it (the promise).
-After each kill the image is mounted again and every directory must hold exactly
+Then the image is mounted again and every directory must hold exactly
 what was promised; of the one operation that was under way, nothing, a part from its
-beginning on (for a write) or all may be there. Exits 1 on the first thing lost or wrong.
+beginning on (for a write) or all may be there. One kill in four meets the daemon while it
+mounts and brings back what the kill before left. Exits 1 on the first thing lost or wrong.
 """
 
 from __future__ import annotations
 
-import argparse
 import errno
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -22,14 +23,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated, TextIO
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 KVFS = str(Path(sys.executable).with_name("kvfs"))
 SIZE_MAX = 3 * 1024 * 1024
 GONE = (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
 Tree = dict[str, bytearray]
+_MOUNTING_EVERY = 4
+_FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,18 +112,17 @@ def _resize(content: bytearray, size: int) -> None:
 # -- a writer -------------------------------------------------------------------------
 
 
-def write_forever(directory: Path, manifest: Path, seed: int) -> None:
-    """Until the filesystem is gone."""
+def write_forever(directory: Path, manifest: Path, tree: Tree, seed: int) -> None:
+    """Until the filesystem is gone. `tree` is what is there."""
     with manifest.open("w", buffering=1) as lines:
         try:
-            write_until_gone(directory, lines, random.Random(seed))
+            write_until_gone(directory, lines, tree, random.Random(seed))
         except OSError as failure:
             if failure.errno not in GONE:
                 raise
 
 
-def write_until_gone(directory: Path, lines: TextIO, rng: random.Random) -> None:
-    tree = read_tree(directory)
+def write_until_gone(directory: Path, lines: TextIO, tree: Tree, rng: random.Random) -> None:
     while True:
         action = choose(rng, tree)
         lines.write(f"? {json.dumps(asdict(action))}\n")
@@ -225,65 +231,124 @@ def kvfs(*arguments: str | Path) -> None:
     subprocess.run([KVFS, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
 
 
-def run(directory: Path, kills: int, writers: int, seed: int) -> None:
-    image, mountpoint = directory / "ring.img", directory / "mnt"
-    mountpoint.mkdir()
-    kvfs("mkfs", image, "--size", "1G", "--segment-size", "8M")
-    rng = random.Random(seed)
-    trees: list[Tree] = [{} for _ in range(writers)]
-    promises = 0
-    log = directory / "kvfs.log"
-    for kill in range(kills + 1):
-        kvfs("mount", mountpoint, image, "--log", log)
-        for writer in range(writers):
-            home = mountpoint / f"writer-{writer}"
+@dataclass(slots=True)
+class Harness:
+    """An image, where it is mounted, and what its writers may rely on."""
+
+    directory: Path
+    writers: int
+    rng: random.Random
+    trees: list[Tree] = field(default_factory=list)
+    promises: int = 0
+
+    def __post_init__(self) -> None:
+        self.mountpoint.mkdir()
+        kvfs("mkfs", self.image, "--size", "1G", "--segment-size", "8M")
+        self.trees = [{} for _ in range(self.writers)]
+
+    @property
+    def image(self) -> Path:
+        return self.directory / "ring.img"
+
+    @property
+    def mountpoint(self) -> Path:
+        return self.directory / "mnt"
+
+    @property
+    def mount(self) -> list[str | Path]:
+        """The command."""
+        return ["mount", self.mountpoint, self.image, "--log", self.directory / "kvfs.log"]
+
+    def home(self, writer: int) -> Path:
+        return self.mountpoint / f"writer-{writer}"
+
+    def manifest(self, writer: int) -> Path:
+        return self.directory / f"manifest.{writer}"
+
+    def mount_and_check(self) -> None:
+        kvfs(*self.mount)
+        for writer in range(self.writers):
+            home, manifest = self.home(writer), self.manifest(writer)
             home.mkdir(exist_ok=True)
-            trees[writer], kept = check(home, directory / f"manifest.{writer}", trees[writer])
-            promises += kept
-        if kill == kills:
-            break
-        load_and_kill(directory, mountpoint, writers, rng)
-        print(f"kill {kill + 1} of {kills}: {promises} promises kept so far", flush=True)
-    kvfs("umount", mountpoint)
-    print(f"{kills} kills, {promises} promises kept, none broken")
+            self.trees[writer], kept = check(home, manifest, self.trees[writer])
+            manifest.unlink(missing_ok=True)
+            self.promises += kept
 
-
-def load_and_kill(directory: Path, mountpoint: Path, writers: int, rng: random.Random) -> None:
-    pid = json.loads((mountpoint / ".kvfs" / "stats.json").read_text())["pid"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--writer", mountpoint / f"writer-{writer}",
-             "--manifest", directory / f"manifest.{writer}", "--seed", str(rng.randrange(1 << 40))]
-        )
-        for writer in range(writers)
-    ]  # fmt: skip
-    time.sleep(rng.uniform(0.3, 2.0))
-    os.kill(pid, signal.SIGKILL)
-    for process in processes:
-        if process.wait(timeout=60):
-            raise SystemExit("a writer failed")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--writers", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dir", type=Path, default=None, help="a directory on the disk")
-    parser.add_argument("--writer", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--manifest", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.writer:
-        write_forever(arguments.writer, arguments.manifest, arguments.seed)
-        return
-    with tempfile.TemporaryDirectory(dir=arguments.dir) as name:
-        try:
-            run(Path(name), arguments.kills, arguments.writers, arguments.seed)
-        finally:
-            subprocess.run(
-                [KVFS, "umount", "--force", str(Path(name) / "mnt")], capture_output=True
+    def kill_under_load(self) -> None:
+        self.mount_and_check()
+        pid = json.loads((self.mountpoint / ".kvfs" / "stats.json").read_text())["pid"]
+        processes = [
+            _FORK.Process(
+                target=write_forever,
+                args=(
+                    self.home(writer), self.manifest(writer), self.trees[writer],
+                    self.rng.randrange(1 << 40),
+                ),
             )
+            for writer in range(self.writers)
+        ]  # fmt: skip
+        for process in processes:
+            process.start()
+        time.sleep(self.rng.uniform(0.1, 1.5))
+        os.kill(pid, signal.SIGKILL)
+        for process in processes:
+            process.join(timeout=60)
+            if process.exitcode != 0:
+                process.kill()
+                raise SystemExit("a writer failed, or hangs")
+
+    def kill_while_mounting(self) -> None:
+        """Mostly before it answers."""
+        with (self.directory / "kvfs.log").open("a") as log:
+            daemon = subprocess.Popen([KVFS, *map(str, self.mount), "--foreground"], stderr=log)
+        time.sleep(self.rng.uniform(0.2, 1.5))
+        daemon.kill()
+        daemon.wait()
+
+    def close(self) -> None:
+        subprocess.run([KVFS, "umount", "--force", str(self.mountpoint)], capture_output=True)
+
+
+def run(harness: Harness, kills: int) -> None:
+    columns = (TextColumn("kills"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    started = time.monotonic()
+    # Refreshed by hand: a process that forks had better be without threads.
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, auto_refresh=False
+    ) as bar:
+        for kill in bar.track(range(1, kills + 1)):
+            if kill % _MOUNTING_EVERY == 0:
+                harness.kill_while_mounting()
+            else:
+                harness.kill_under_load()
+            if bar.disable:
+                print(f"kill {kill} of {kills}: {harness.promises} promises kept", flush=True)
+    harness.mount_and_check()
+    kvfs("umount", harness.mountpoint)
+    kvfs("fsck", harness.image)
+    print(
+        f"{kills} kills, {kills // _MOUNTING_EVERY} of them while it mounted, "
+        f"{time.monotonic() - started:.0f} s: {harness.promises} promises kept, none broken"
+    )
+
+
+def main(
+    kills: Annotated[int, typer.Option(min=0, help="How many.")] = 200,
+    writers: Annotated[int, typer.Option(min=1, help="Processes that write.")] = 4,
+    seed: Annotated[int, typer.Option(help="Of what is done, and when it is killed.")] = 1,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="A directory on the disk.")
+    ] = None,
+) -> None:
+    """SIGKILL the daemon under a writing load: nothing that it answered may be lost."""
+    with tempfile.TemporaryDirectory(prefix="kvfs-kill-", dir=directory) as name:
+        harness = Harness(Path(name), writers, random.Random(seed))
+        try:
+            run(harness, kills)
+        finally:
+            harness.close()
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

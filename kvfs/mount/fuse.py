@@ -604,10 +604,11 @@ def _may_make_names(directory: Inode, call: Call) -> bool:
 def _groups(pid: int) -> set[int]:
     """The supplementary groups of a process; none of one that has ended."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_bytes()
     except OSError:
         return set()
-    (line,) = (line for line in status.splitlines() if line.startswith("Groups:"))
+    # The process has named itself, with any bytes.
+    (line,) = (line for line in status.split(b"\n") if line.startswith(b"Groups:"))
     return {int(group) for group in line.split()[1:]}
 
 

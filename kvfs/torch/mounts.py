@@ -45,7 +45,8 @@ def mount_of(path: str | os.PathLike[str]) -> Mount:
 
 
 def _mounts() -> list[Mount]:
-    return [_parse(line) for line in _MOUNTINFO.read_bytes().splitlines()]
+    # The kernel escapes a newline in a name, and no carriage return.
+    return [_parse(line) for line in _MOUNTINFO.read_bytes().rstrip(b"\n").split(b"\n")]
 
 
 def _parse(line: bytes) -> Mount:

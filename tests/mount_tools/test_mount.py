@@ -15,6 +15,7 @@ import pytest
 
 from kvfs.engine.format import DATA_START
 from kvfs.mount.mounts import find_mount, mounts
+from kvfs.torch.mounts import KVFS_TYPE, mount_of
 from tests.support.command import error_line
 from tests.support.images import digest
 from tests.support.mounter import KVFS, Mounter, kvfs
@@ -61,6 +62,21 @@ def test_relative_paths_and_links_are_followed(mounter: Mounter) -> None:
     assert (mounter.directory / "log").exists()
     kvfs("umount", "link", cwd=mounter.directory)
     assert not find_mount(mounter.mountpoint)
+
+
+def test_a_mountpoint_may_have_any_name(mounter: Mounter) -> None:
+    """The table of mounts, which every command and every other mount reads, has it then."""
+    odd = Path(os.fsdecode(os.fsencode(mounter.directory) + b"/\xff\x0c\r\n x"))
+    odd.mkdir()
+    kvfs("mount", odd, mounter.image, "--log", mounter.log)
+    try:
+        assert find_mount(odd)
+        assert mount_of(odd).fstype == KVFS_TYPE
+        refused = kvfs("mount", odd, mounter.image, check=False)
+        assert refused.returncode == 1 and "mounted already" in refused.stderr
+    finally:
+        kvfs("umount", odd)
+    assert not find_mount(odd)
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {

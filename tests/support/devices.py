@@ -58,11 +58,11 @@ def everything_survives(write: Written) -> Iterator[tuple[int, int]]:
     yield 0, len(write.data)
 
 
-def random_survival(random: Random) -> Survival:
+def random_survival(random: Random, sector: int = SECTOR) -> Survival:
     """Each write is whole, lost, or torn between sectors: cut, with a gap, or in shreds."""
 
     def survives(write: Written) -> Iterator[tuple[int, int]]:
-        sectors = len(write.data) // SECTOR
+        sectors = len(write.data) // sector
         first, second = sorted(random.randrange(sectors + 1) for _ in range(2))
         match random.randrange(8):
             case 0 | 1:
@@ -79,43 +79,48 @@ def random_survival(random: Random) -> Survival:
                 kept = [s for s in range(sectors) if random.random() < 0.5]
                 ranges = [(s, s + 1) for s in kept]
         for start, end in ranges:
-            yield start * SECTOR, end * SECTOR
+            yield start * sector, end * sector
 
     return survives
 
 
 @dataclass(slots=True)
-class RecordingDevice:
-    """Implements kvfs.engine.device.Device. `image` is what reads see. `fail` is called
-    with "read", "write" or "flush", an address and a length, and may raise."""
+class Media:
+    """What no power cut takes from a device, and the writes that it may."""
+
+    stable: bytearray
+    unflushed: list[Written] = field(default_factory=list)
+
+    def undergo(self, event: Event) -> None:
+        if isinstance(event, Written):
+            self.unflushed.append(event)
+        elif isinstance(event, Flushed):
+            for write in self.unflushed:
+                if event.covered(write):
+                    self.stable[write.address : write.address + len(write.data)] = write.data
+            self.unflushed = [write for write in self.unflushed if not event.covered(write)]
+
+    def left_by(self, survives: Survival, under_way: Sequence[Written] = ()) -> bytearray:
+        """An image after a power cut, when besides these writes were under way."""
+        image = bytearray(self.stable)
+        for write in (*self.unflushed, *under_way):
+            for start, end in survives(write):
+                image[write.address + start : write.address + end] = write.data[start:end]
+        return image
+
+
+@dataclass(slots=True)
+class MemoryDevice:
+    """Implements kvfs.engine.device.Device. `image` is what reads see."""
 
     image: bytearray
     read_only: bool = False
-    events: list[Event] = field(default_factory=list)
-    bytes_written: int = 0
-    flushes: int = 0
-    writes: int = 0
-    fail: Callable[[str, int, int], None] = lambda kind, address, length: None
-    torn_at: Callable[[int], int] | None = None  # how much of a write still happens
-    _notes: dict[str, int] = field(default_factory=dict)
-    _base: bytearray = field(default_factory=bytearray)
-    _base_pending: list[Written] = field(default_factory=list)
-    _asked: int | None = None
-    _own: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self._base = bytearray(self.image)
-
-    @classmethod
-    def of_size(cls, size: int) -> RecordingDevice:
-        return cls(bytearray(size))
 
     @property
     def size(self) -> int:
         return len(self.image)
 
     def read(self, address: int, buffers: Sequence[memoryview]) -> None:
-        self.fail("read", address, sum(map(len, buffers)))
         view = memoryview(self.image)
         for buffer in buffers:
             part = view[address : address + len(buffer)]
@@ -125,13 +130,56 @@ class RecordingDevice:
             address += len(buffer)
 
     def write(self, address: int, buffers: Sequence[memoryview]) -> None:
-        data = b"".join(buffers)
-        self.fail("write", address, len(data))
+        self._put(address, b"".join(buffers))
+
+    def _put(self, address: int, data: bytes) -> None:
         assert address % SECTOR == 0 and len(data) % SECTOR == 0
         assert 0 <= address and address + len(data) <= self.size
+        self.image[address : address + len(data)] = data
+
+    def flush(self) -> None:
+        pass
+
+    def reopen(self, *, anyway: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class RecordingDevice(MemoryDevice):
+    """One that remembers. `fail` is called with "read", "write" or "flush", an address and a
+    length, and may raise."""
+
+    events: list[Event] = field(default_factory=list)
+    bytes_written: int = 0
+    flushes: int = 0
+    writes: int = 0
+    fail: Callable[[str, int, int], None] = lambda kind, address, length: None
+    torn_at: Callable[[int], int] | None = None  # how much of a write still happens
+    _notes: dict[str, int] = field(default_factory=dict)
+    _begun: Media = field(init=False)
+    _asked: int | None = None
+    _own: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._begun = Media(bytearray(self.image))
+
+    @classmethod
+    def of_size(cls, size: int) -> RecordingDevice:
+        return cls(bytearray(size))
+
+    def read(self, address: int, buffers: Sequence[memoryview]) -> None:
+        self.fail("read", address, sum(map(len, buffers)))
+        MemoryDevice.read(self, address, buffers)
+
+    def write(self, address: int, buffers: Sequence[memoryview]) -> None:
+        data = b"".join(buffers)
+        self.fail("write", address, len(data))
         if self.torn_at is not None:
             data = data[: self.torn_at(len(data) // SECTOR) * SECTOR]
-        self.image[address : address + len(data)] = data
+        self._put(address, data)
         self.events.append(Written(self.writes, address, data))
         self._own.add(self.writes)
         self.writes += 1
@@ -144,12 +192,6 @@ class RecordingDevice:
             self.events.append(Flushed(self.writes))
         else:
             self.events.append(Flushed(self._asked, frozenset(self._own)))
-
-    def reopen(self, *, anyway: bool) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     @contextmanager
     def work_asked_for(self, writes: int) -> Iterator[None]:
@@ -181,32 +223,21 @@ class RecordingDevice:
                 return event.value
         return self._notes.get(what, default)
 
+    def at_begin(self) -> Media:
+        """What was there when the history began."""
+        return Media(bytearray(self._begun.stable), list(self._begun.unflushed))
+
     def image_after(self, moment: int, survives: Survival) -> bytearray:
         """What may be on the device after a power cut when `moment` events had happened."""
-        image, pending = bytearray(self._base), list(self._base_pending)
+        media = self.at_begin()
         for event in self.events[:moment]:
-            pending = _settle(image, pending, event)
-        for write in pending:
-            for start, end in survives(write):
-                image[write.address + start : write.address + end] = write.data[start:end]
-        return image
+            media.undergo(event)
+        return media.left_by(survives)
 
     def forget(self, moment: int) -> None:
         """Drop the first `moment` events: the history begins there."""
         for event in self.events[:moment]:
-            self._base_pending = _settle(self._base, self._base_pending, event)
+            self._begun.undergo(event)
             if isinstance(event, Noted):
                 self._notes[event.what] = event.value
         del self.events[:moment]
-
-
-def _settle(image: bytearray, pending: list[Written], event: Event) -> list[Written]:
-    """Account for one event; returns the writes that may still be lost."""
-    if isinstance(event, Written):
-        pending.append(event)
-    elif isinstance(event, Flushed):
-        for write in pending:
-            if event.covered(write):
-                image[write.address : write.address + len(write.data)] = write.data
-        pending = [write for write in pending if not event.covered(write)]
-    return pending
