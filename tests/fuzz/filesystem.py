@@ -17,6 +17,7 @@ from kvfs.mount.control import Mounted
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import Loop
 from kvfs.mount.protocol import ANSWER, REQUEST, UNANSWERED
+from kvfs.mount.scrubbing import Scrubbing, ScrubOptions
 from kvfs.mount.session import Session
 from kvfs.tiers.budget import Budget
 from kvfs.tiers.migrate import Migration
@@ -47,7 +48,7 @@ class Asked:
         mounted = Mounted(store, migration, planner, config, False, False)
         filesystem = Filesystem(
             store, LookAhead(store, MIB), migration, planner, Uses(warm.policy, warm.clock),
-            mounted, _aside,
+            Scrubbing(store, ScrubOptions(every_seconds=0), lambda: False), mounted, _aside,
         )  # fmt: skip
         self._kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._kernel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * MIB)
