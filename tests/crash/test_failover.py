@@ -25,6 +25,7 @@ from tests.crash.machine import (
 )
 from tests.crash.test_crash_rule import COMMON, LONG, SLOW
 from tests.support.devices import random_survival
+from tests.support.encrypted import ENCRYPTION
 
 T = TypeVar("T")
 _SHADOW = 3 * MIB
@@ -224,9 +225,18 @@ def _returning(result: T) -> Step[T]:
 
 
 @SLOW
-def test_nothing_that_was_answered_is_lost_by_a_device_that_fails() -> None:
-    short = settings(max_examples=25, stateful_step_count=40, **COMMON)
-    run_state_machine_as_test(FailoverMachine, settings=short)
+class EncryptedFailoverMachine(FailoverMachine):
+    encryption = ENCRYPTION
+
+
+@pytest.mark.parametrize(
+    ("machine", "histories"), [(FailoverMachine, 25), (EncryptedFailoverMachine, 10)]
+)
+def test_nothing_that_was_answered_is_lost_by_a_device_that_fails(
+    machine: type[FailoverMachine], histories: int
+) -> None:
+    short = settings(max_examples=histories, stateful_step_count=40, **COMMON)
+    run_state_machine_as_test(machine, settings=short)
 
 
 @pytest.mark.crash_long
