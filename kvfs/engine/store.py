@@ -395,6 +395,11 @@ class Store:
         """Of all extents that a file is made of. Raises ENOENT."""
         return self._state.files.extent_ids(ino)
 
+    def is_dead(self, extent_id: int) -> Step[bool]:
+        """Whether no file has this extent any longer."""
+        known = yield from self._state.files.table.find(extent_id)
+        return known.extent is None and known.new is None
+
     @property
     def has_room(self) -> bool:
         """False when device work that can wait should not be added."""
