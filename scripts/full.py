@@ -211,6 +211,7 @@ def main(
                 raise Broken("\n".join(["the daemon has logged errors:", *ring.errors()]))
         except (Broken, AssertionError) as broken:
             console.print(f"broken, with seed {seed}: {broken}", highlight=False, soft_wrap=True)
+            console.print("\n".join(ring.log_tail()), highlight=False, soft_wrap=True, markup=False)
             raise typer.Exit(1) from broken
     counts = dict(sorted(trial.counts.items()))
     console.print(f"operations: {counts}", highlight=False, soft_wrap=True)

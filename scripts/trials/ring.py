@@ -29,6 +29,7 @@ MIB = 1024 * 1024
 # Metadata of a ring without files: a root, two bitmaps, the index's last nodes.
 EMPTY_MAX = 256 * 1024
 _END_SECONDS = 60
+_LOG_LINES = 30
 
 
 class Broken(Exception):
@@ -97,6 +98,10 @@ class Ring:
             run(store.close())
         finally:
             device.close()
+
+    def log_tail(self) -> list[str]:
+        """The last lines of the daemons' log."""
+        return self.log.read_text().splitlines()[-_LOG_LINES:] if self.log.exists() else []
 
     def errors(self) -> list[str]:
         """What the daemons have logged as such."""
