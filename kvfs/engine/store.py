@@ -682,7 +682,8 @@ class Store:
 
     def _drop_orphans(self) -> Step[None]:
         for ino in (yield from self._state.orphans()):
-            yield from self._state.nodes.node(ino)
+            # Others drop what they find of them meanwhile.
+            yield from self._load(ino)
         yield from self.drop_free()
 
     def _perform(
