@@ -33,7 +33,7 @@ from scripts.trials.crew import Crew
 from scripts.trials.ring import Broken, FastClock, Ring, new_ring
 from scripts.trials.writer import check, empty, write
 
-_CLOCK_FACTOR = 40  # a session may be reclaimed 1.5 s after its last use
+_CLOCK_FACTOR = 100  # a session may be reclaimed 0.6 s after its last use
 _SETTLED_SECONDS = 60
 _FILL_SECONDS = 60
 # What is not in a fresh ring: nodes of the index that are empty, the log of what was reclaimed.

@@ -35,7 +35,7 @@ from scripts.trials.paint import LINE
 from scripts.trials.ring import Broken, FastClock, Ring, new_ring
 from scripts.trials.writer import check, write
 
-_CLOCK_FACTOR = 40  # a session may be reclaimed 1.5 s after its last use
+_CLOCK_FACTOR = 100  # a session may be reclaimed 0.6 s after its last use
 
 
 @dataclass(slots=True)
