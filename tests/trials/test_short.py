@@ -23,7 +23,7 @@ def test_writers_that_fill_a_ring_lose_nothing_and_leave_nothing(
     fuse: None, tmp_path: Path
 ) -> None:
     """A round that ends with a kill, without reclaim, and one with it."""
-    small = ("--rounds", "2", "--writers", "4", "--full", "3")
+    small = ("--rounds", "2", "--writers", "4", "--full", "2")
     told = output_of("full.py", tmp_path, *small, "--seed", "3")
     assert "every byte is right" in told
     assert " 0 units reclaimed" not in told
