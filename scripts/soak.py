@@ -308,7 +308,8 @@ def main(
     """Load a mount with many processes for long, and see that it stays as it is."""
     console = Console(width=max(Console().width, _WIDTH_MIN))
     with new_ring("soak", directory, "--size", size) as ring:
-        ring.mount("--warm", warm)
+        # What nobody used for a minute must not go: who comes back to it would call that a fault.
+        ring.mount("--warm", warm, "--no-reclaim")
         soak = Soak(ring, ring.directory, processes, pause_ms / 1e3, random.Random(seed))
         try:
             with Progress(console=console, transient=True, auto_refresh=False) as progress:
