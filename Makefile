@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo agents test lint bench scale scenarios crash encrypted rot turnover fuzz posix clean
+.PHONY: help setup system demo agents test lint bench scale scenarios crash encrypted rot turnover fuzz full hunt soak posix clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -56,6 +56,14 @@ turnover: setup ## A nearly full ring turned over ten times, with kills; every b
 
 fuzz: setup ## Wrong bytes for every parser of bytes from outside: make fuzz RUNS=1000000
 	$(BIN)/python scripts/fuzz.py --runs $(or $(RUNS),1000000)
+full: setup ## A ring filled to ENOSPC fifty times, with reclaim and without: nothing lost, nothing left
+	$(BIN)/python scripts/full.py $(if $(SEED),--seed $(SEED))
+
+hunt: setup ## Bytes of other sessions, looked for while everything is used again (10 minutes)
+	$(BIN)/python scripts/hunt.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+
+soak: setup ## 64 processes for 30 minutes: memory, descriptors, latency (make soak MINUTES=N)
+	$(BIN)/python scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 posix: setup ## Two foreign suites, as root: make posix PJDFSTEST=FOLDER FSX=PROGRAM
 	$(BIN)/python scripts/posix.py --pjdfstest "$(PJDFSTEST)" --fsx "$(FSX)"

@@ -24,9 +24,7 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -36,74 +34,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kvfs.engine.device import FileDevice
-from kvfs.engine.io import InlineExecutor, run
-from kvfs.engine.store import Store
-from kvfs.tiers.oplog import OperationLog
-from tests.engine.audit import audit
+from scripts.trials.paint import Painting, Stroke, difference, mark_of
+from scripts.trials.ring import EMPTY_MAX, MIB, Broken, Ring, new_ring
 
-KVFS = str(Path(sys.executable).with_name("kvfs"))
 GONE = (errno.ENOTCONN, errno.ECONNABORTED)
 SIZES = (3_000, 40_000, 300_000, 2_000_000)
 FILE_MAX = 3_000_000
 STROKES_MAX = 40
 SESSIONS_MAX = 8
-MIB = 1024 * 1024
-# Metadata: a root, two bitmaps, the index's last nodes; and what an inode and an extent
-# take in the index, with nodes that are half full.
-EMPTY_MAX = 256 * 1024
+# Metadata: what an inode and an extent take in the index, with nodes that are half full.
 RESERVE_MAX = MIB
 INODE_MAX, EXTENT_MAX = 2048, 1024
-
-
-def paint(tag: str, version: int, start: int, end: int) -> bytes:
-    """The bytes [start, end) of a pattern without an end."""
-    seed = xxhash.xxh64_intdigest(f"{tag}:{version}".encode())
-    words = np.arange(start // 8, -(-end // 8), dtype=np.uint64) + np.uint64(seed)
-    words *= np.uint64(0x9E3779B97F4A7C15)
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    return words.tobytes()[start % 8 : start % 8 + end - start]
-
-
-@dataclass(frozen=True, slots=True)
-class Stroke:
-    """The bytes [start, end) of a file are those of a pattern."""
-
-    tag: str
-    version: int
-    start: int
-    end: int
-
-    @property
-    def data(self) -> bytes:
-        return paint(self.tag, self.version, self.start, self.end)
-
-
-@dataclass(frozen=True, slots=True)
-class Painting:
-    """What a file contains: strokes, the last on top; zeros elsewhere."""
-
-    size: int = 0
-    strokes: tuple[Stroke, ...] = ()
-
-    def with_stroke(self, stroke: Stroke) -> Painting:
-        return Painting(max(self.size, stroke.end), (*self.strokes, stroke))
-
-    def cut(self, size: int) -> Painting:
-        strokes = (replace(one, end=min(one.end, size)) for one in self.strokes)
-        return Painting(size, tuple(one for one in strokes if one.start < one.end))
-
-    def render(self) -> bytearray:
-        content = bytearray(self.size)
-        for stroke in self.strokes:
-            content[stroke.start : stroke.end] = stroke.data
-        return content
 
 
 @dataclass(slots=True)
@@ -285,7 +229,7 @@ class Writer:
 
     def _stroke(self, path: str, start: int, end: int) -> Action:
         self._version += 1
-        return Action("write", path, stroke=Stroke(path, self._version, start, end))
+        return Action("write", path, stroke=Stroke(mark_of(path), self._version, start, end))
 
     def _new_name(self, letter: str) -> str:
         self._version += 1
@@ -330,17 +274,11 @@ class Writer:
         total = 0
         for path, painting in sorted(self.tree.files.items()):
             found_bytes, expected = (self._home / path).read_bytes(), painting.render()
-            if found_bytes != expected:
-                raise SystemExit(_difference(path, found_bytes, expected))
+            told = difference(found_bytes, expected)
+            if told:
+                raise SystemExit(f"{path}: {told}")
             total += painting.size
         return total
-
-
-def _difference(path: str, found: bytes, expected: bytearray) -> str:
-    pairs = enumerate(zip(found, expected, strict=False))
-    first = next((at for at, (a, b) in pairs if a != b), min(len(found), len(expected)))
-    sizes = f"{len(found)} bytes, {len(expected)} expected"
-    return f"{path}: wrong from byte {first} on ({sizes})"
 
 
 def names_below(home: Path) -> tuple[set[str], set[str]]:
@@ -368,50 +306,6 @@ class Totals:
 
     def __getitem__(self, name: str) -> int:
         return self.counters[name] + self.current[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """An image, and where it is mounted."""
-
-    directory: Path
-    warm: Path
-
-    @property
-    def image(self) -> Path:
-        return self.directory / "ring.img"
-
-    @property
-    def mountpoint(self) -> Path:
-        return self.directory / "mnt"
-
-    def mount(self) -> None:
-        log = self.directory / "kvfs.log"
-        kvfs("mount", self.mountpoint, self.image, "--warm-dir", self.warm, "--log", log,
-             "--no-reclaim")  # fmt: skip
-
-    def umount(self) -> None:
-        kvfs("umount", self.mountpoint)
-
-    def stats(self) -> dict[str, Any]:
-        document: dict[str, Any] = json.loads((self.mountpoint / ".kvfs/stats.json").read_text())
-        return document
-
-    def audit(self) -> None:
-        """Of an unmounted image. Raises AssertionError."""
-        device = FileDevice(self.image)
-        try:
-            log = OperationLog(self.warm / "audit", 16 * MIB)
-            store = Store.open(device, str(self.image), InlineExecutor(), log)
-            run(store.sync())
-            audit(store)
-            run(store.close())
-        finally:
-            device.close()
-
-
-def kvfs(*arguments: str | Path) -> None:
-    subprocess.run([KVFS, *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
 
 
 def check_space(ring: Ring) -> str:
@@ -455,9 +349,7 @@ def extents(path: Path) -> list[dict[str, Any]]:
 
 def turn_over(ring: Ring, arguments: argparse.Namespace) -> None:
     rng = random.Random(arguments.seed)
-    kvfs("mkfs", ring.image, "--size", arguments.size, "--segment-size", arguments.segment_size)
-    ring.mountpoint.mkdir()
-    ring.mount()
+    ring.mount("--no-reclaim")
     size = ring.image.stat().st_size
     free_at_start = os.statvfs(ring.mountpoint).f_bfree
     writers = []
@@ -473,7 +365,7 @@ def turn_over(ring: Ring, arguments: argparse.Namespace) -> None:
             ring.umount()
             ring.audit()
         totals.next_mount()
-        ring.mount()
+        ring.mount("--no-reclaim")
         for writer in writers:
             writer.settle()
             checked += writer.check()
@@ -517,7 +409,7 @@ def check_empty(ring: Ring, writers: list[Writer], free_at_start: int) -> None:
         shutil.rmtree(writer.home)
     ring.umount()
     ring.audit()
-    ring.mount()
+    ring.mount("--no-reclaim")
     status = os.statvfs(ring.mountpoint)
     lost = (free_at_start - status.f_bfree) * status.f_bsize
     ring.umount()
@@ -552,15 +444,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dir", type=Path, default=None, help="a directory on the disk")
     arguments = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="kvfs-turnover-", dir=arguments.dir) as directory,
-        tempfile.TemporaryDirectory(prefix="kvfs-turnover-", dir="/dev/shm") as warm,
-    ):
-        ring = Ring(Path(directory), Path(warm))
-        try:
+    made = ("--size", arguments.size, "--segment-size", arguments.segment_size)
+    try:
+        with new_ring("turnover", arguments.dir, *made) as ring:
             turn_over(ring, arguments)
-        finally:
-            subprocess.run([KVFS, "umount", "--force", ring.mountpoint], capture_output=True)
+    except Broken as broken:
+        raise SystemExit(str(broken)) from broken
 
 
 if __name__ == "__main__":

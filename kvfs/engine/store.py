@@ -395,6 +395,11 @@ class Store:
         """Of all extents that a file is made of. Raises ENOENT."""
         return self._state.files.extent_ids(ino)
 
+    def is_dead(self, extent_id: int) -> Step[bool]:
+        """Whether no file has this extent any longer."""
+        known = yield from self._state.files.table.find(extent_id)
+        return known.extent is None and known.new is None
+
     @property
     def has_room(self) -> bool:
         """False when device work that can wait should not be added."""
@@ -677,7 +682,8 @@ class Store:
 
     def _drop_orphans(self) -> Step[None]:
         for ino in (yield from self._state.orphans()):
-            yield from self._state.nodes.node(ino)
+            # Others drop what they find of them meanwhile.
+            yield from self._load(ino)
         yield from self.drop_free()
 
     def _perform(

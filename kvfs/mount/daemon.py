@@ -126,6 +126,7 @@ async def _serve(
     ]
     if not store.read_only:
         beside.append(_plan(planner))
+        executor.spawn(migration.drop_dead())
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, session.stop)
     tasks = [_begin(coroutine, session) for coroutine in beside]

@@ -419,11 +419,18 @@ class Filesystem:
 
     def _open(self, ino: int, flags: int) -> Step[bytes]:
         handle = _Handle(ino, direct=bool(flags & os.O_DIRECT))
-        if flags & os.O_ACCMODE != os.O_WRONLY:
-            handle.reader = yield from self._look_ahead.opened(ino)
-        handle.session = yield from self._session_opened(handle)
+        # First: what is open is not reclaimed, and what follows may wait.
         self._store.pin(ino)
         self._store.opened(ino)
+        try:
+            yield from self._store.node(ino)  # it may have been
+            if flags & os.O_ACCMODE != os.O_WRONLY:
+                handle.reader = yield from self._look_ahead.opened(ino)
+            handle.session = yield from self._session_opened(handle)
+        except Exception:
+            self._store.closed(ino)
+            yield from self._store.unpin(ino)
+            raise
         # Also for O_DIRECT: the kernel then splits a large request into several at once, and
         # keeps its page cache coherent; with direct_io it would wait for each.
         return protocol.opened(self._add_handle(handle), Opened.KEEP_CACHE)

@@ -127,6 +127,14 @@ class Migration:
             if not group or not (yield from self.demote_group(group)):
                 return
 
+    def drop_dead(self) -> Step[None]:
+        """Call once: warm files of an earlier daemon hold extents too that had been removed, and
+        would not go with what is removed from now on."""
+        for extent_id in self.warm.extent_ids():
+            if (yield from self.store.is_dead(extent_id)):
+                self.warm.forget_all([extent_id])
+            yield from self._let_others_go_on()
+
     def _pack(self, session: int) -> Step[None]:
         try:
             for ino in (yield from self._entries(session)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -20,8 +21,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar
-
-from cachetools import LRUCache
 
 from kvfs.engine.buffer import BufferedOperation, InRing, Kept, Place
 from kvfs.engine.buffers import copy
@@ -52,7 +51,7 @@ _SUFFIX = ".kvmap"
 _IDLE_SHARE = 16  # of the limit: one part in so many may be chunks of the log that wait
 _IDLE_MAX = 4
 _NAMED = 64  # victims that are asked for at once
-_NAMES_MAX = 65_536  # sessions whose plain name is known to have been used
+_SERIAL_BITS = 62  # of the first number in a mount: none of another mount comes near it
 _STOCK_FILL_PCT = 50  # above it no memory is made ready for what may come
 _GROWING_SECONDS = 10.0  # who wrote nothing for so long is not expected to write more
 _TAIL_CUT_MAX = 16 * 1024 * 1024  # at once: to give these pages back takes some 2 ms
@@ -166,7 +165,7 @@ class WarmTier:
     _token: bytes = b""
     _released: int = -1
     _all_dirty_since: int | None = None
-    _serial: int = 0
+    _serial: int = field(default_factory=lambda: secrets.randbits(_SERIAL_BITS))
     _taken: int = 0
     _kvmaps: OrderedDict[int, Kvmap] = field(default_factory=OrderedDict)
     _by_unit: dict[int, dict[int, Kvmap]] = field(default_factory=dict)
@@ -174,9 +173,9 @@ class WarmTier:
     _by_region: dict[int, Kvmap] = field(default_factory=dict)
     _held: dict[int, _Held] = field(default_factory=dict)
     _leaving: set[Path] = field(default_factory=set)
-    _named: LRUCache[int, None] = field(default_factory=lambda: LRUCache(_NAMES_MAX))
     _growing: dict[int, _Growing] = field(default_factory=dict)
     _taken_before: int = 0
+    _empty_before: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.leases = Leases(self.limit // 2, self.clock)
@@ -254,18 +253,26 @@ class WarmTier:
         return held.pieces
 
     def forget(self, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            kvmap = self._let_go(extent)
+        self.forget_all(extent.extent_id for extent in extents)
+
+    def forget_all(self, extent_ids: Iterable[int]) -> None:
+        """What the ring has of them is dead, or there are none."""
+        for extent_id in extent_ids:
+            kvmap = self._let_go(extent_id)
             if kvmap is not None and not kvmap.extents and self._may_go(kvmap):
                 self._evict(kvmap)
 
-    def _let_go(self, extent: Extent) -> Kvmap | None:
+    def _let_go(self, extent_id: int) -> Kvmap | None:
         """The file that it was in: nobody must look at that who gives it up."""
-        held = self._held.pop(extent.extent_id, None)
+        held = self._held.pop(extent_id, None)
         if held is None:
             return None
-        held.kvmap.extents.discard(extent.extent_id)
+        held.kvmap.extents.discard(extent_id)
         return held.kvmap
+
+    def extent_ids(self) -> list[int]:
+        """Of all extents that can be found here."""
+        return list(self._held)
 
     def close(self, *, keep: bool) -> None:
         self._log.close(keep=keep)
@@ -412,6 +419,7 @@ class WarmTier:
     def tick(self) -> None:
         """Call about once a second."""
         self._cut_tails()
+        self._give_up_empty()
         self._spares.give_back_idle()
         is_quiet = self._taken <= self._taken_before
         self._taken_before = self._taken
@@ -447,6 +455,18 @@ class WarmTier:
                     self._changing(kvmap, partial(kvmap.cut_tail, _TAIL_CUT_MAX))
             if kvmap.tail < UNIT:
                 del self._growing[kvmap.header.serial]
+
+    def _give_up_empty(self) -> None:
+        """Files of memory whose data was removed before it came into the ring: nothing is found
+        there, and nothing will be. Not at once, as what is made ready begins so."""
+        empty = {
+            serial
+            for serial, kvmap in self._kvmaps.items()
+            if not kvmap.extents and self._may_go(kvmap)
+        }
+        for serial in empty & self._empty_before:
+            self._evict(self._kvmaps[serial])
+        self._empty_before = empty
 
     # -- what is brought in from the ring
 
@@ -684,13 +704,10 @@ class WarmTier:
             self._by_region[id(region)] = kvmap
 
     def _path(self, unit: int, serial: int) -> Path:
-        """A name is used once: who was told of it may look later, and must not find another file
-        there."""
-        path = self.directory / str(self.shards.of(unit)) / f"{unit or 'pool'}{_SUFFIX}"
-        if unit and unit not in self._named and not path.exists():
-            self._named[unit] = None
-            return path
-        return path.with_suffix(f".{serial}{_SUFFIX}")
+        """A name is used once, also after other mounts: who was told of it may look later, and must
+        not find another file there."""
+        name = f"{unit or 'pool'}.{serial:016x}{_SUFFIX}"
+        return self.directory / str(self.shards.of(unit)) / name
 
     def _paths(self) -> list[Path]:
         return sorted(self.directory.glob(f"*/*{_SUFFIX}")) if self.directory.is_dir() else []
@@ -709,7 +726,6 @@ class WarmTier:
         return growth > 0 and end > self._file_max(kvmap.header.unit)
 
     def _take_over(self, kvmap: Kvmap) -> None:
-        self._serial = max(self._serial, kvmap.header.serial)
         self._add(kvmap)
         for entry in kvmap.entries():
             kept = kvmap.at(entry.start, entry.size)

@@ -261,6 +261,23 @@ def test_what_was_warm_is_warm_after_a_kill(make_mounter: MounterMaker) -> None:
             assert read_past_the_page_cache(layer) == content(session.name, number)
 
 
+def test_what_is_removed_after_a_kill_gives_its_memory_back(make_mounter: MounterMaker) -> None:
+    """Also memory that it shares with what had been removed before."""
+    mounter = make_mounter()
+    mounter.mount()
+    session = make_session(mounter.mountpoint)
+    fd = os.open(session, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    (session / "layer.000").unlink()
+    mounter.kill()
+    mounter.mount()
+    assert list(mounter.warm_directory.rglob("*.kvmap"))
+    for path in session.iterdir():
+        path.unlink()
+    wait_until(lambda: not list(mounter.warm_directory.rglob("*.kvmap")))
+
+
 def test_a_warm_copy_that_was_changed_behind_our_back_is_not_believed(
     make_mounter: MounterMaker,
 ) -> None:

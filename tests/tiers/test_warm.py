@@ -80,7 +80,7 @@ def test_what_was_answered_survives_and_lies_in_the_sessions_file(directory: Pat
     assert left == []
     records = [put(tier, n, os.urandom(5000), 5000 * (n - 1))[0] for n in range(1, 30)]
     (path,) = kvmaps(directory)
-    assert path.name == f"{SESSION}.kvmap"
+    assert path.name.startswith(f"{SESSION}.")
     assert path.stat().st_mode & 0o777 == 0o600
     assert opened(directory)[1] == records
 
@@ -477,6 +477,37 @@ def test_a_name_that_was_told_is_not_that_of_another_file(directory: Path) -> No
         names.update(path.name for path in kvmaps(directory))
         tier.evict_unit(SESSION)
     assert len(names) == 4
+
+
+@pytest.mark.parametrize("unit", [0, SESSION])
+def test_a_name_that_was_told_is_not_that_of_another_file_after_a_new_mount(
+    directory: Path, unit: int
+) -> None:
+    """The memory of before was given up, and the process has ended, well or not."""
+    names = set()
+    for keep in (True, False, True, False):
+        tier, _ = opened(directory)
+        _, kept = put(tier, 1, data := os.urandom(5000), unit=unit)
+        commit(tier, 1, extent_of(1, data), [kept])
+        names.update(path.name for path in kvmaps(directory))
+        tier.evict_unit(unit)
+        tier.close(keep=keep)
+    assert len(names) == 4
+
+
+def test_memory_of_what_was_removed_before_it_came_into_the_ring_is_given_up(
+    directory: Path,
+) -> None:
+    """No extent tells of it."""
+    tier, _ = opened(directory)
+    put(tier, 1, os.urandom(5000))
+    tier.tick()
+    tier.tick()
+    assert kvmaps(directory), "the ring lacks it"
+    tier.release(1)
+    tier.tick()
+    tier.tick()
+    assert kvmaps(directory) == []
 
 
 STEPS = st.lists(

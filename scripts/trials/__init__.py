@@ -1,0 +1,1 @@
+"""What the harnesses share that hold a mount to its promises under load."""
