@@ -224,11 +224,11 @@ def _returning(result: T) -> Step[T]:
     yield
 
 
-@SLOW
 class EncryptedFailoverMachine(FailoverMachine):
     encryption = ENCRYPTION
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("machine", "histories"), [(FailoverMachine, 25), (EncryptedFailoverMachine, 10)]
 )

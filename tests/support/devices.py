@@ -209,8 +209,7 @@ class RecordingDevice(MemoryDevice):
         """As in a power cut that it comes back from: its history begins anew."""
         image = self.image_after(len(self.events), survives)
         self.forget(len(self.events))
-        self._base_pending.clear()
-        self._base[:] = image
+        self._begun = Media(bytearray(image))
         self.image[:] = image
 
     def note(self, what: str, value: int) -> None:
