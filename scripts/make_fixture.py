@@ -5,7 +5,8 @@
 Run it once for each version of the format, with the first release that writes it, and commit
 what it makes: two images, one that was unmounted and one that was cut off (a checkpoint, then
 a log that leads further, an inode without a name, and no operation log), each with a manifest of
-what it has to show. The ring is the smallest that there is, and was written over several times.
+what it has to show. The ring is the smallest that there is, and was written over several times. And
+the same of an encrypted ring, with little in it: it does not shrink.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from kvfs.engine.format import (
     ROOT_INODE,
     SEGMENT_COUNT_MIN,
     SEGMENT_SIZE_MIN,
+    Cipher,
 )
 from kvfs.engine.io import InlineExecutor, run
 from kvfs.engine.store import Store, StoreOptions
-from kvfs.engine.superblocks import format_device
+from kvfs.engine.superblocks import Encryption, format_device
 from kvfs.engine.units import Victim
 from kvfs.tiers.warm import WarmTier
 from tests.support import manifest
@@ -70,17 +72,19 @@ class Maker:
 
     image: Path
     warm: Path
+    encryption: Encryption | None = None
     store: Store = field(init=False)
     device: FileDevice = field(init=False)
 
     def __post_init__(self) -> None:
         create_image(self.image, IMAGE_SIZE)
         self.device = FileDevice(self.image)
-        format_device(self.device, SEGMENT_SIZE_MIN)
+        format_device(self.device, SEGMENT_SIZE_MIN, encryption=self.encryption)
         executor = InlineExecutor()
         buffer = WarmTier(self.warm, WARM_SIZE, executor)
         options = StoreOptions(uid=0, gid=0, cache_size=4 * MIB)
-        self.store = Store.open(self.device, str(self.image), executor, buffer, options)
+        key = None if self.encryption is None else self.encryption.key
+        self.store = Store.open(self.device, str(self.image), executor, buffer, options, key)
 
     def make(
         self, name: bytes, parent: int = ROOT_INODE, mode: int = FILE, owner: int = 0, **more: Any
@@ -182,14 +186,33 @@ class Maker:
             victim = Victim(session, run(store.units.unit(session)))
             assert run(store.reclaimer.remove(victim, "its time is over", later_ns))
 
+    def few(self) -> int:
+        """A session in every codec, with all that has a name, and a fork. Returns the session."""
+        store = self.store
+        session = self.make(b"session", mode=DIRECTORY, owner=12345)
+        for codec in (b"none", b"zstd", b"planes"):
+            self.file(b"layer." + codec, session, text(codec.decode(), 20_000), codec=codec)
+        self.make(b"link", session, SYMLINK, target=b"layer.none")
+        run(store.set_xattr(session, b"user.note", b"of a session"))
+        linked = run(store.lookup(session, b"layer.none")).inode.ino
+        run(store.link(linked, ROOT_INODE, b"a third name"))
+        pool = self.make(b"pool", mode=DIRECTORY)
+        self.file(b"chunk 0", pool, text("chunk", 5000))
+        run(store.checkpoint())
+        fork = run(store.fork(session, b"fork of session")).inode.ino
+        copied = run(store.lookup(fork, b"layer.none")).inode.ino
+        run(store.write(copied, 5000, text("of the fork", 3000)))
+        return session
+
     def tail(self, session: int) -> None:
         """What only the log tells, after the last checkpoint."""
         store = self.store
         layer = run(store.lookup(session, b"layer.none")).inode.ino
-        run(store.write(layer, 300_000, text("tail", 200_000)))
+        size = run(store.node(layer)).inode.size
+        run(store.write(layer, size * 3 // 4, text("tail", size // 2)))
         run(store.rename(ROOT_INODE, b"a third name", session, b"moved"))
         run(store.unlink(run(store.lookup(ROOT_INODE, b"pool")).inode.ino, b"chunk 0"))
-        nameless = self.file(b"nameless", session, text("nameless", 70_000))
+        nameless = self.file(b"nameless", session, text("nameless", 7000))
         store.pin(nameless)
         run(store.unlink(session, b"nameless"))
         run(store.sync())
@@ -202,6 +225,16 @@ def describe(store: Store) -> dict[str, Any]:
         "sessions": [asdict(session) for session in run(store.units.sessions())],
         "log": run(store.reclaimer.entries()),
     }
+
+
+def cut_and_closed(maker: Maker, session: int, target: Path) -> None:
+    """Keep the ring as it is cut off behind its last checkpoint, and as it is unmounted."""
+    run(maker.store.checkpoint())
+    maker.tail(session)
+    document = describe(maker.store)
+    keep(maker.image, document, target.with_name(f"{target.name}-cut"))
+    run(maker.store.close())
+    keep(maker.image, document, target)
 
 
 def keep(image: Path, document: dict[str, Any], target: Path) -> None:
@@ -226,14 +259,14 @@ def make(
         session = maker.sessions()
         maker.churn()
         maker.reclaimed()
-        run(maker.store.checkpoint())
-        maker.tail(session)
         written = maker.store.counters.device_written
         assert written > 2 * IMAGE_SIZE and maker.store.counters.cleaned_segments > 5
-        document = describe(maker.store)
-        keep(maker.image, document, directory / f"ring-v{FORMAT_VERSION}-cut")
-        run(maker.store.close())
-        keep(maker.image, document, directory / f"ring-v{FORMAT_VERSION}")
+        cut_and_closed(maker, session, directory / f"ring-v{FORMAT_VERSION}")
+        encryption = Encryption(Cipher.AES_256_GCM, manifest.KEY)
+        maker = Maker(place / "encrypted.img", place / "other", encryption)
+        session = maker.few()
+        maker.reclaimed()
+        cut_and_closed(maker, session, directory / f"ring-v{FORMAT_VERSION}-encrypted")
     finally:
         shutil.rmtree(place)
 

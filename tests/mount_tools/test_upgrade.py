@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import zstandard
 
+from kvfs.engine import ciphers
 from kvfs.engine.check import check
 from kvfs.engine.device import FileDevice
 from kvfs.engine.format import BLOCK, FORMAT_VERSION, SUPERBLOCK_ADDRESSES, Superblock
@@ -28,6 +29,8 @@ MIB = 1024 * 1024
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RINGS = sorted(path.name.removesuffix(".img.zst") for path in FIXTURES.glob("*.img.zst"))
 FIRST_VERSION = 3  # of the first release
+ENCRYPTED = tuple(ring for ring in RINGS if "encrypted" in ring)
+HOW = ("", "-cut", "-encrypted", "-encrypted-cut")
 CLEAN, FAILED = 0, 8
 
 
@@ -41,7 +44,7 @@ def unpacked(ring: str, image: Path) -> dict[str, Any]:
     return document
 
 
-@pytest.fixture(params=RINGS)
+@pytest.fixture(params=[ring for ring in RINGS if not ring.startswith(ENCRYPTED)])
 def mounter_and_manifest(
     make_mounter: MounterMaker, request: pytest.FixtureRequest
 ) -> tuple[Mounter, dict[str, Any]]:
@@ -51,24 +54,27 @@ def mounter_and_manifest(
 
 def test_there_is_a_ring_of_each_version_unmounted_and_cut_off() -> None:
     versions = range(FIRST_VERSION, FORMAT_VERSION + 1)
-    assert {f"ring-v{n}{how}" for n in versions for how in ("", "-cut")} <= set(RINGS)
+    assert {f"ring-v{n}{how}" for n in versions for how in HOW} <= set(RINGS)
     assert all((FIXTURES / f"{ring}.img.zst").stat().st_size < 200 * 1024 for ring in RINGS)
 
 
 @pytest.mark.parametrize("ring", RINGS)
-def test_an_earlier_ring_opens_and_is_sound(ring: str, tmp_path: Path) -> None:
+def test_an_earlier_ring_opens_and_is_sound(
+    ring: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ciphers, "_SCRYPT_N", 2**16)  # as it was when they were made
     image = tmp_path / "ring.img"
     expected = unpacked(ring, image)
     device = FileDevice(image)
-    assert check(device, ring, repair=False).findings == []
+    assert check(device, ring, key=manifest.KEY).findings == []
     executor = InlineExecutor()
     buffer = WarmTier(tmp_path / "warm", 64 * MIB, executor)
-    store = Store.open(device, ring, executor, buffer, StoreOptions())
+    store = Store.open(device, ring, executor, buffer, StoreOptions(), manifest.KEY)
     assert store.damage is None and not store.read_only
     assert manifest.of_store(store) == expected["entries"]
     assert run(store.reclaimer.entries()) == expected["log"] != []
     run(store.close())
-    report = check(device, ring, repair=False)
+    report = check(device, ring, key=manifest.KEY)
     assert report.findings == [] and report.data_bytes > 0
     device.close()
 
@@ -117,6 +123,21 @@ def change(mounter: Mounter) -> None:
     (top / "fork of session" / "layer.zstd").rename(top / "renamed")
     (top / "session" / "moved").unlink()
     (top / "many" / "file 7").unlink()
+
+
+@pytest.mark.parametrize("ring", ENCRYPTED)
+def test_an_earlier_encrypted_ring_is_mounted_with_its_key(
+    make_mounter: MounterMaker, tmp_path: Path, ring: str
+) -> None:
+    mounter, key = make_mounter("16M"), tmp_path / "key"
+    expected = unpacked(ring, mounter.image)
+    key.write_bytes(manifest.KEY)
+    key.chmod(0o600)
+    mounter.mount("--key-file", str(key))
+    assert manifest.of_mount(mounter.mountpoint) == expected["entries"]
+    (mounter.mountpoint / "new").write_bytes(b"new" * 100_000)
+    mounter.umount()
+    assert kvfs("fsck", mounter.image, "--key-file", key).returncode == CLEAN
 
 
 # -- of a later release

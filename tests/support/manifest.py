@@ -15,6 +15,7 @@ from kvfs.engine.io import run
 from kvfs.engine.store import Store
 
 _READ = 1024 * 1024
+KEY = b"of the encrypted rings that are kept"
 
 
 @dataclass(frozen=True, slots=True)
