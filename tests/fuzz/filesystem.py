@@ -27,7 +27,8 @@ from kvfs.tiers.prefetch import LookAhead
 from kvfs.tiers.sessions import WarmSessions
 from kvfs.tiers.uses import Uses
 from kvfs.tiers.warm import WarmTier
-from tests.fuzz.rings import MIB, OPTIONS, MemoryDevice, base
+from tests.fuzz.rings import MIB, OPTIONS, base
+from tests.support.devices import MemoryDevice
 
 _DEADLINE_SECONDS = 5.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -45,44 +45,13 @@ from kvfs.engine.ring import Ring
 from kvfs.engine.store import Store, StoreOptions
 from kvfs.engine.superblocks import read_superblocks
 from tests.fuzz.mutation import mutated
+from tests.support.devices import MemoryDevice
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 MIB = 1024 * 1024
 OPTIONS = StoreOptions(uid=0, gid=0, cache_size=4 * MIB, index_cache_size=4 * MIB)
 _READ_MAX = 128 * 1024
 _NODES_MAX = 2000
-
-
-@dataclass(slots=True)
-class MemoryDevice:
-    """Implements kvfs.engine.device.Device."""
-
-    image: bytearray
-    read_only: bool = False
-
-    @property
-    def size(self) -> int:
-        return len(self.image)
-
-    def read(self, address: int, buffers: Sequence[memoryview]) -> None:
-        view = memoryview(self.image)
-        for buffer in buffers:
-            part = view[address : address + len(buffer)]
-            if address < 0 or len(part) != len(buffer):
-                raise OSError(5, "the device ends")
-            buffer[:] = part
-            address += len(buffer)
-
-    def write(self, address: int, buffers: Sequence[memoryview]) -> None:
-        data = b"".join(buffers)
-        assert 0 <= address and address + len(data) <= self.size, "a write beyond the ring"
-        self.image[address : address + len(data)] = data
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @cache

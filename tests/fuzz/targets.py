@@ -85,7 +85,8 @@ from mount_tools.traces import read_trace
 from tests.fuzz import rings
 from tests.fuzz.filesystem import Asked, request
 from tests.fuzz.mutation import mutated
-from tests.fuzz.rings import MIB, Forger, MemoryDevice
+from tests.fuzz.rings import MIB, Forger
+from tests.support.devices import MemoryDevice
 
 Data = bytes | bytearray
 

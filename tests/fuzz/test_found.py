@@ -51,8 +51,9 @@ from mount_tools.common import parse_size
 from tests.engine.kit import Bench, failure_of
 from tests.fuzz.filesystem import Asked, request
 from tests.fuzz.guard import memory_bounded, time_bounded
-from tests.fuzz.rings import MIB, Forger, MemoryDevice, base
+from tests.fuzz.rings import MIB, Forger, base
 from tests.fuzz.targets import error_of
+from tests.support.devices import MemoryDevice
 
 
 @pytest.fixture
