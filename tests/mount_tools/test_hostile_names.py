@@ -158,7 +158,7 @@ def test_a_ring_and_a_mountpoint_may_have_any_name(mounter: Mounter) -> None:
 
 
 def test_a_reclaimed_session_is_one_line_in_the_log_of_the_daemon_and_in_that_of_the_ring(
-    mounter: Mounter, tmp_path: Path
+    mounter: Mounter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here the daemon's parts without the daemon: it protects what was used a minute ago."""
     stream = io.StringIO()
@@ -167,6 +167,8 @@ def test_a_reclaimed_session_is_one_line_in_the_log_of_the_daemon_and_in_that_of
     logger = logging.getLogger("kvfs.engine.reclaim")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    # pytest would keep the name as it is, and xdist cannot send it.
+    monkeypatch.setattr(logger, "propagate", False)
     try:
         reclaim(mounter.image, tmp_path, os.fsencode(HOSTILE))
     finally:
