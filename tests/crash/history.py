@@ -27,8 +27,8 @@ from tests.crash.machine import (
     _FILE_MODE,
     _LINK_MODE,
     _LOG_LIMIT,
-    _OPTIONS,
     MIB,
+    OPTIONS,
     DeferredCrashMachine,
     audit_after_sync,
     content,
@@ -139,7 +139,7 @@ class History(DeferredCrashMachine):
         device = MemoryDevice(image)
         # It lies elsewhere than the ring says: as of another boot that is not looked for.
         buffer = WarmTier(left.warm, _LOG_LIMIT, InlineExecutor(), "the boot of a copy")
-        store = Store.open(device, "ring", InlineExecutor(), buffer, _OPTIONS, KEY)
+        store = Store.open(device, "ring", InlineExecutor(), buffer, OPTIONS, KEY)
         assert store.damage is None, store.damage
         view = view_of(store, run)
         self.matching(view, candidates)
