@@ -235,6 +235,7 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "unrecovered": mounted.unrecovered,
         "superblock_lost": mounted.superblock_lost,
         "uuid": str(UUID(bytes=superblock.uuid)),
+        "cipher": superblock.cipher.name.lower(),
         "epoch": superblock.epoch,
         "read_only": store.read_only,
         "reclaim": mounted.config.store.reclaim,

@@ -121,6 +121,7 @@ def test_warm_files_are_their_owners_alone_and_go_at_unmount(
     encrypted: Mounter, key_file: Path
 ) -> None:
     encrypted.mount("--key-file", str(key_file))
+    assert encrypted.stats()["cipher"] == "aes_256_gcm"
     keep(encrypted)
     files = [file for file in encrypted.warm_directory.rglob("*") if file.is_file()]
     assert files
