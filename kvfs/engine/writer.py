@@ -142,6 +142,7 @@ class Writer:
         self._working: Completion[None] | None = None
         self._flushing: Completion[None] | None = None
         self._checkpoint: _Checkpoint | None = None
+        self._is_closing = False
         self._cleaning: Completion[None] | None = None
         self._metadata_writes: deque[Completion[None]] = deque()
         self._unreleased: deque[tuple[int, Batch]] = deque()  # with their last sequence
@@ -302,7 +303,9 @@ class Writer:
             self._checkpoint = _Checkpoint()
         wanted = self._checkpoint
         wanted.operation = self._sealed_operation
-        wanted.closing |= closing
+        # One that a tick asks for beside the last must not take the mark of a clean end away.
+        self._is_closing |= closing
+        wanted.closing = self._is_closing
         self._start()
         yield from self._until(wanted.written)
 

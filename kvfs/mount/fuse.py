@@ -20,7 +20,7 @@ from kvfs.engine.nodes import Node, error
 from kvfs.engine.store import Store
 from kvfs.mount import control, protocol
 from kvfs.mount.protocol import RENAME_EXCHANGE, RENAME_NOREPLACE, Call, Changes, Opened
-from kvfs.mount.scrubbing import Scrubbing
+from kvfs.mount.scrubbing import SCRUBBED, Scrubbing
 from kvfs.tiers import hints
 from kvfs.tiers.migrate import Migration
 from kvfs.tiers.planner import Planner
@@ -382,7 +382,8 @@ class Filesystem:
         if not control.is_control(call.inode):
             names = yield from self._store.xattr_names(call.inode)
         # The kernel keeps others from reading trusted ones; who lists them is for us to see.
-        shown = [name for name in names if call.uid == 0 or not name.startswith(b"trusted.")]
+        names = [name for name in names if call.uid == 0 or not name.startswith(b"trusted.")]
+        shown = [name for name in names if name != SCRUBBED]
         return protocol.sized(b"".join(name + b"\0" for name in shown), size)
 
     def removexattr(self, call: Call, name: bytes) -> Step[None]:

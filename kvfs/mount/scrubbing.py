@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 SLICE_SECONDS = 0.1
 # When the last pass ended, in seconds since 1970: kept so that the next mount knows.
-_ENDED = b"user.kvfs.scrubbed"
+SCRUBBED = b"user.kvfs.scrubbed"
 _SHARE_LEFT = 10  # beside readers who want all that it may have: one part in so many
 _SHOWN_MAX = 100
 
@@ -79,7 +79,7 @@ class Scrubbing:
 
     def _due(self) -> Step[float]:
         if self._ended is None:
-            value = yield from self.store.xattr(ROOT_INODE, _ENDED)
+            value = yield from self.store.xattr(ROOT_INODE, SCRUBBED)
             made = self.store.superblock.created_ns / 1e9
             self._ended = float(value) if value and value.isdigit() else made
         return self._ended + self.options.every_seconds
@@ -93,7 +93,7 @@ class Scrubbing:
             scrub.done, scrub.errors, scrub.healed,
         )  # fmt: skip
         if not self.store.read_only:
-            yield from self.store.set_xattr(ROOT_INODE, _ENDED, b"%d" % self._ended)
+            yield from self.store.set_xattr(ROOT_INODE, SCRUBBED, b"%d" % self._ended)
 
 
 def status(scrub: Scrub) -> dict[str, Any]:

@@ -22,10 +22,12 @@ from kvfs.engine.format import (
     FrameHeader,
     RecordHeader,
     Superblock,
+    SuperblockFlag,
 )
 from kvfs.engine.io import run
 from kvfs.engine.ring import Geometry, read_header
 from kvfs.engine.store import Store
+from kvfs.engine.superblocks import read_superblocks
 from tests.engine.audit import audit
 from tests.engine.kit import FILE, MIB, Bench, flip, frames_written, new_device, noise, wipe
 from tests.support.devices import RecordingDevice
@@ -375,6 +377,15 @@ def closed_with_files(bench: Bench) -> bytearray:
         bench.write(bench.make(name), noise(SIZE, ord(name)))
     run(bench.store.close())
     return bytearray(bench.device.image)
+
+
+def test_a_tick_beside_the_end_leaves_the_mark_of_a_clean_end(bench: Bench) -> None:
+    """The last checkpoint puts no ids aside, so that a tick asks for another one."""
+    bench.make(b"file")
+    run(bench.store.close())
+    run(bench.store.tick())
+    assert bench.store.counters.checkpoints == 2
+    assert read_superblocks(bench.device, "ring").newest.flags & SuperblockFlag.CLEAN
 
 
 def test_a_clean_end_needs_no_replay(bench: Bench) -> None:

@@ -175,6 +175,7 @@ def test_the_ring_is_scrubbed_by_itself_and_not_again_before_it_is_time(
     assert found["errors"] == 0 and found["finished"] >= found["started"]
     assert "kvfs_scrub_passes_total" in (kv_mount / ".kvfs" / "metrics").read_text()
     assert int(os.getxattr(kv_mount, "user.kvfs.scrubbed")) > time.time() - 3600
+    assert os.listxattr(kv_mount) == [], "it is not among what was set"
     mounter.umount()
     before = digest(mounter.image)
     mounter.mount("-o", "ro")
