@@ -317,12 +317,12 @@ def main(
         except Broken as broken:
             console.print(f"broken, with seed {seed}: {broken}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from broken
+        if json_file is not None:
+            json_file.write_text(json.dumps(document(report, seed), indent=2) + "\n")
+        console.print(latency_table(report))
+        console.print(memory_table(report))
         ring.umount()
         ring.fsck()
-    if json_file is not None:
-        json_file.write_text(json.dumps(document(report, seed), indent=2) + "\n")
-    console.print(latency_table(report))
-    console.print(memory_table(report))
     for fault in report.faults:
         console.print(f"broken, with seed {seed}: {fault}", highlight=False, soft_wrap=True)
     if report.faults:
