@@ -29,6 +29,7 @@ from tests.engine.kit import (
     new_device,
     noise,
 )
+from tests.support.encrypted import KEY
 
 
 @pytest.fixture(params=["buffered", "synced", "checkpointed", "reopened", "killed"])
@@ -194,7 +195,9 @@ def test_a_tree_with_a_larger_index_than_is_kept_in_memory_is_forked(tmpfs: Path
     run(bench.store.close())
     executor = DeferredExecutor(device)
     options = replace(OPTIONS, index_cache_size=20_000)
-    store = Store.open(device, "ring", executor, OperationLog(tmpfs / "other", 64 * MIB), options)
+    store = Store.open(
+        device, "ring", executor, OperationLog(tmpfs / "other", 64 * MIB), options, KEY
+    )
     nodes = store._writer.index.nodes
     assert store._writer.index.checkpoint.node_bytes > nodes.size
     task = executor.begin(store.fork(ino, b"fork"))

@@ -75,6 +75,7 @@ def test_whole_frames_are_replayed(bench: Bench) -> None:
     assert store.counters.replayed_frames == 3
 
 
+@pytest.mark.plain
 def test_a_torn_last_frame_is_ignored(bench: Bench) -> None:
     """Whichever of its sectors was lost, but for padding."""
     three_units(bench)

@@ -190,6 +190,7 @@ def test_files_of_a_pool_go_one_by_one(ring: Bench, clock: Clock) -> None:
         assert ring.read(ring.find(name)) == noise(MIB, int(name[5:]))
 
 
+@pytest.mark.plain
 def test_nothing_that_is_pinned_open_or_just_used_goes(ring: Bench, clock: Clock) -> None:
     fill(ring, clock, 20)
     for name in ring.names():
