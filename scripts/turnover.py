@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.trials.paint import Painting, Stroke, difference, mark_of
 from scripts.trials.ring import EMPTY_MAX, MIB, Broken, Ring, new_ring
+from scripts.trials.tree import sync
 
 GONE = (errno.ENOTCONN, errno.ECONNABORTED)
 SIZES = (3_000, 40_000, 300_000, 2_000_000)
@@ -100,7 +101,7 @@ class Action:
             case "fork":
                 os.setxattr(path, "user.kvfs.fork", self.target.encode())
             case "sync":
-                _sync(path)
+                sync(path)
 
     def apply(self, tree: Tree) -> None:
         files = tree.files
@@ -133,14 +134,6 @@ def _write(path: Path, stroke: Stroke) -> None:
         if os.pwrite(fd, data, stroke.start) != len(data):
             os.listdir(path.parent)  # fails where the daemon died between two of its requests
             raise SystemExit("a write was short")
-    finally:
-        os.close(fd)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
     finally:
         os.close(fd)
 

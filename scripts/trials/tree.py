@@ -147,7 +147,7 @@ class Action:
             case "fork":
                 os.setxattr(path, "user.kvfs.fork", self.target.encode())
             case "sync":
-                _sync(path)
+                sync(path)
         return 0
 
     def apply(self, tree: Tree, written: int) -> None:
@@ -227,7 +227,7 @@ def _write(path: Path, stroke: Stroke, flags: int) -> int:
         os.close(fd)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
