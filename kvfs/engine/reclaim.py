@@ -77,7 +77,7 @@ class Reclaimer:
         yield from self.units.book()
         now_ns = time.time_ns()
         oldest = victims = yield from self.units.oldest(now_ns)
-        gone = 0
+        gone, turned = 0, self.units.turned
         any_removed = False
         while victims and gone < wanted:
             for victim in self.units.in_order(victims, now_ns):
@@ -88,6 +88,9 @@ class Reclaimer:
                     any_removed = True
             else:
                 victims = yield from self.units.oldest(now_ns, victims[-1])
+            if not victims and self.units.turned > turned:  # into files, which may come before
+                turned = self.units.turned
+                victims = yield from self.units.oldest(now_ns)
         if not any_removed:
             yield from self._name_holders(oldest)
         return any_removed

@@ -78,7 +78,7 @@ class Units:
     """`total` tells the size of the ring in bytes. `opened` counts open files by inode;
     `removable` is what reclaim might remove, in bytes, as of the last look at all units.
     `policy` says which units go first; without one those do that were not used for the
-    longest time."""
+    longest time. `turned` counts sessions that turned out to be pools."""
 
     index: Index
     state: State
@@ -86,6 +86,7 @@ class Units:
     policy: Policy | None = None
     opened: Counter[int] = field(default_factory=Counter)
     removable: int = 0
+    turned: int = 0
     _used: dict[int, int] = field(default_factory=dict)
     _cursor: int = 0
     _sessions: TTLCache[int, int] = field(
@@ -183,8 +184,24 @@ class Units:
             is_session = stored <= self.total() // _SESSION_SHARE
         if not is_session:
             # It stays one, whatever becomes of it.
-            self.index.apply([(unit_key(directory), Unit(is_pool=True).pack())])
+            yield from self._turn(directory, Unit(is_pool=True).pack())
         return is_session
+
+    def _turn(self, directory: int, record: bytes | None) -> Step[None]:
+        """What was a session is a pool, and has that record from now on: what is in it are units
+        of their own, last used when it was."""
+        was = yield from self.unit(directory)
+        records = [(unit_key(directory), record)]
+        if was.used_ns:
+            for _, entry in (yield from self.state.names.entries(directory, 0, 1 << 62)):
+                unit = yield from self.unit(entry.ino)
+                if unit.used_ns < was.used_ns and not unit.is_pool:
+                    stored = (yield from self.state.nodes.node(entry.ino)).taken
+                    unit = replace(unit, used_ns=was.used_ns, stored=stored)
+                    records.append((unit_key(entry.ino), unit.pack()))
+            self.turned += 1
+        self._sessions.pop(directory, None)
+        self.index.apply(records)
 
     def stored(self, ino: int) -> Step[int]:
         """What an inode and all below it take on the device, in bytes."""
@@ -340,7 +357,11 @@ class Units:
         known: dict[int, _Above] = {}
         try:
             unit = yield from self._unit_of(victim.ino, known)
-            if unit != victim.ino or _is_pool(unit, known):
+            if _is_pool(unit, known):
+                if not (yield from self.unit(victim.ino)).is_pool:  # as was found just now
+                    yield from self._turn(victim.ino, None)
+                return False
+            if unit != victim.ino:
                 self.index.apply([(unit_key(victim.ino), None)])
                 return False
             if (yield from self.is_pinned(victim.ino)):

@@ -317,6 +317,36 @@ def test_the_directory_of_a_pool_is_no_unit(ring: Bench, clock: Clock) -> None:
     assert len(ring.names(before) + ring.names(ino)) == 41 - len(gone)
 
 
+@pytest.mark.parametrize("how", ["grows", "is said to be one"])
+@pytest.mark.parametrize("below", [False, True])
+def test_files_of_a_session_that_became_a_pool_go_one_by_one(
+    ring: Bench, clock: Clock, how: str, below: bool
+) -> None:
+    """Those too that were not used since, and though all else there is may not go."""
+    top = ring.make(b"top", mode=DIRECTORY)
+    cache = ring.make(b"cache", parent=top, mode=DIRECTORY) if below else top
+    ring.write(ring.make(b"file-000", parent=cache), noise(MIB, 0))
+    run(ring.store.set_xattr(top, b"user.kvfs.unit", b"session"))
+    pass_time(ring, clock, 1)
+    for number in range(1, 16):
+        ring.write(ring.make(b"file-%03d" % number, parent=cache), noise(MIB, number))
+        pass_time(ring, clock, 1)
+    if how == "grows":
+        run(ring.store.remove_xattr(top, b"user.kvfs.unit"))
+    else:
+        run(ring.store.set_xattr(top, b"user.kvfs.unit", b"pool"))
+    run(ring.store.set_xattr(session(ring, b"held", 1000), b"user.kvfs.pin", b"1"))
+    pass_time(ring, clock, 600)
+    for number in range(8):
+        ring.write(ring.make(b"more-%03d" % number), noise(MIB, number))
+    gone = {path for path, _ in entries(ring)}
+    prefix = "top/cache" if below else "top"
+    assert 0 < len(gone) < 16
+    assert gone < {f"{prefix}/file-{number:03}" for number in range(16)}
+    run(ring.store.sync())
+    audit(ring.store)
+
+
 def test_nothing_is_left_of_units_that_were_removed(ring: Bench, clock: Clock) -> None:
     for number in range(50):
         ring.write(ring.make(b"%d" % number), b"x")
