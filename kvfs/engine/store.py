@@ -408,7 +408,9 @@ class Store:
 
     def usage(self) -> Usage:
         space = self._space
-        free = max(0, space.left_after_cleaning(self._writer.promised))
+        left = space.left_after_cleaning(self._writer.promised)
+        # Who removes files until enough is free must not have to wait for the ring to say so.
+        free = max(0, left + self._state.files.table.given_up)
         live = space.ring.liveness.live_bytes
         available = free + (self._units.removable if self._options.reclaim else 0)
         return Usage(
