@@ -10,7 +10,20 @@ import typer
 
 import kvfs
 from kvfs.engine.device import DeviceError
-from mount_tools import fork, fsck, log, ls, mkfs, mount, profile, replay, scrub, stat, umount
+from mount_tools import (
+    bench,
+    fork,
+    fsck,
+    log,
+    ls,
+    mkfs,
+    mount,
+    profile,
+    replay,
+    scrub,
+    stat,
+    umount,
+)
 from mount_tools.common import CommandError, describe_os_error, say, warn
 
 app = typer.Typer(
@@ -30,6 +43,7 @@ app.command()(stat.stat)
 app.command()(fork.fork)
 app.command()(log.log)
 app.command()(replay.replay)
+app.command()(bench.bench)
 app.command()(profile.profile)
 
 # What typer raises for a wrong command line; which module it lives in depends on its version.
