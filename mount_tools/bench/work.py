@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -211,7 +212,8 @@ def _write(path: Path, data: memoryview, xattrs: Mapping[str, str] | None = None
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
     for name, value in (xattrs or {}).items():
         os.setxattr(fd, name, value.encode())
-    os.write(fd, data)
+    if os.write(fd, data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     os.close(fd)
 
 

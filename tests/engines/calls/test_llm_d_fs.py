@@ -8,7 +8,7 @@ import os
 import secrets
 from pathlib import Path
 
-from tests.engines.calls.contract import MIB, Contract, Engine, content, new_home
+from tests.engines.calls.contract import MIB, Contract, Engine, content, new_home, remount
 from tests.support.calls import set_access_time_to_now
 from tests.support.mounter import Mounter
 
@@ -68,8 +68,7 @@ class TestLlmD(Contract):
             LlmD(home).store(key, content(key))
         for key in keys[:4]:
             assert LlmD(home).load(key) == content(key)
-        ring.umount()
-        ring.mount()
+        remount(ring)
         engine = LlmD(home)
         assert evict(home, 6) == [engine.path(key) for key in keys[4:10]]
         hits = [key for key in keys if engine.load(key) is not None]

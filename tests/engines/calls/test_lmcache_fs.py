@@ -8,7 +8,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.engines.calls.contract import MIB, Contract, Engine, aligned, content, new_home, reading
+from tests.engines.calls.contract import (
+    MIB,
+    Contract,
+    Engine,
+    aligned,
+    content,
+    new_home,
+    reading,
+    remount,
+)
 from tests.support.mounter import Mounter
 
 
@@ -95,8 +104,7 @@ class TestFs(Contract):
         home = new_home(ring, "Fs-known", Fs)
         for key in ("a", "b"):
             Fs(home).store(key, content(key))
-        ring.umount()
-        ring.mount()
+        remount(ring)
         known = {Fs(home).path(key).name: MIB for key in ("a", "b")}
         assert Fs(home).known == known
         assert sorted(path.name for path in home.glob("*.data")) == sorted(known)

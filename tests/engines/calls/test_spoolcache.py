@@ -113,10 +113,10 @@ class SpoolCache(Engine):
     def load(self, key: str) -> bytes | None:
         with self.exclusive():
             try:
-                pin = self.pin(key)
                 fd = os.open(self.path(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             except FileNotFoundError:
                 return None
+            pin = self.pin(key)
         found = os.fstat(fd).st_size
         _, length, checksum = FRAME.unpack(os.read(fd, FRAME.size))
         encoded = os.read(fd, length)
