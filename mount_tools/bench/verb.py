@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mount_tools.bench.device import Device, opened_device
-from mount_tools.bench.verdict import verdict
+from mount_tools.bench.verdict import COMPRESSED, verdict
 from mount_tools.bench.work import LAYER, SMALL, Row, Work
 from mount_tools.common import (
     CommandError,
@@ -79,11 +80,12 @@ class Report:
     mountpoint: Path
     source: Path
     seconds: float
+    load: float
     work: Work
 
     @property
     def verdict(self) -> str:
-        return verdict(self.work.rows, self.work.compressed, self.mountpoint)
+        return verdict(self.work.rows, self.work.compressed, self.load, self.mountpoint)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -93,6 +95,7 @@ class Report:
             "session_bytes": self.work.size,
             "small_files": self.work.files,
             "compressed": round(self.work.compressed, 2),
+            "load": round(self.load, 2),
             "rows": [_as_json(row) for row in self.work.rows.values()],
             "left_out": self.work.device.missing,
             "verdict": self.verdict,
@@ -133,6 +136,7 @@ def _own_directory(place: Path) -> Iterator[Path]:
 
 def _measure(directory: Path, stats: Stats, seconds: float) -> Report:
     started = time.monotonic()
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with (
@@ -151,7 +155,7 @@ def _measure(directory: Path, stats: Stats, seconds: float) -> Report:
             last_round = time.monotonic() - started - elapsed
             elapsed = time.monotonic() - started
     mountpoint = Path(stats.document["mountpoint"])
-    return Report(mountpoint, stats.source, elapsed, work)
+    return Report(mountpoint, stats.source, elapsed, load, work)
 
 
 def _sized(directory: Path, device: Device, stats: Stats, seconds: float) -> Work:
@@ -172,10 +176,10 @@ def _sized(directory: Path, device: Device, stats: Stats, seconds: float) -> Wor
 
 def _print(report: Report) -> None:
     work = report.work
-    say(
-        f"{report.mountpoint} on {report.source}: a session of {format_size(work.size)} like bf16 "
-        f"KV, stored {work.compressed:.2f} times smaller"
-    )
+    is_smaller = work.compressed > COMPRESSED
+    stored = f"stored {work.compressed:.2f} times smaller" if is_smaller else "stored as it is"
+    size = format_size(work.size)
+    say(f"{report.mountpoint} on {report.source}: a session of {size} like bf16 KV, {stored}")
     columns = ("work", "KVFS", "device", "unit", "ratio", "rounds")
     rows = [_cells(row) for row in work.rows.values()]
     print_table(columns, rows, ("KVFS", "device", "ratio", "rounds"))

@@ -12,11 +12,13 @@ from mount_tools.bench.work import Row
 
 GOOD, FAIR = 0.8, 0.5
 _PLAIN_SHARE = 0.6
-_COMPRESSED = 1.05
+COMPRESSED = 1.05
 _FUSE_LIMIT = 3000.0  # MB/s that one reader gets through FUSE
 
 
-def verdict(rows: Mapping[str, Row], compressed: float, mountpoint: Path) -> str:
+def verdict(rows: Mapping[str, Row], compressed: float, load: float, mountpoint: Path) -> str:
+    """`compressed`: how many times smaller the session is stored. `load`: how many threads wanted
+    to run before it began, by processor."""
     direct, plain = rows["restore, cold, O_DIRECT"], rows["restore, cold, plain reads"]
     speed = float(np.median(direct.kvfs))
     if direct.ratio is None:
@@ -26,12 +28,14 @@ def verdict(rows: Mapping[str, Row], compressed: float, mountpoint: Path) -> str
         grade, advice = "good", list(_of_plain_reads(speed, plain, mountpoint))
     else:
         grade = "fair" if direct.ratio >= FAIR else "poor"
-        advice = list(_of_restore(direct, compressed))
+        advice = list(_of_restore(direct, compressed, load))
     return "; ".join([f"{found}: {grade}", *advice])
 
 
-def _of_restore(direct: Row, compressed: float) -> Iterator[str]:
-    if compressed > _COMPRESSED:
+def _of_restore(direct: Row, compressed: float, load: float) -> Iterator[str]:
+    if load > 1:
+        yield f"others kept the processors busy (a load of {load:.1f} each): measure again without"
+    elif compressed > COMPRESSED:
         yield (
             f"it is stored {compressed:.1f} times smaller, and unpacking may be what it waits for: "
             "try setfattr -n user.kvfs.codec -v none DIR for what is written next"
@@ -39,7 +43,7 @@ def _of_restore(direct: Row, compressed: float) -> Iterator[str]:
     elif float(np.median(direct.device)) > _FUSE_LIMIT:
         yield "FUSE carries no more: kvfs.torch maps warm files instead, and prefetches"
     else:
-        yield "look at what else uses the processors and the device meanwhile"
+        yield "look at what else uses the device, and at kvfs stat MNT"
 
 
 def _of_plain_reads(speed: float, plain: Row, mountpoint: Path) -> Iterator[str]:

@@ -190,19 +190,20 @@ def rows(direct: float, plain: float, device: float | None) -> dict[str, Row]:
 
 
 @pytest.mark.parametrize(
-    ("figures", "compressed", "expected"),
+    ("figures", "compressed", "load", "expected"),
     [
-        ((900, 800, 1000), 1.0, "restore reaches 0.90 of the device: good"),
-        ((900, 300, 1000), 1.0, "restore reaches 0.90 of the device: good; plain reads are slower"),
-        ((600, 600, 1000), 1.5, "restore reaches 0.60 of the device: fair; it is stored 1.5 times"),
-        ((300, 300, 1000), 1.0, "restore reaches 0.30 of the device: poor; look at what else"),
-        ((3500, 3000, 7000), 1.0, "restore reaches 0.50 of the device: fair; FUSE carries no more"),
-        ((900, 800, None), 1.0, "restore reaches 900 MB/s; the device was not measured beside it"),
+        ((900, 800, 1000), 1.0, 9.0, "restore reaches 0.90 of the device: good"),
+        ((900, 300, 1000), 1.0, 0.1, "restore reaches 0.90 of the device: good; plain reads are"),
+        ((600, 600, 1000), 1.5, 0.1, "restore reaches 0.60 of the device: fair; it is stored 1.5"),
+        ((300, 300, 1000), 1.0, 0.1, "restore reaches 0.30 of the device: poor; look at what else"),
+        ((300, 300, 1000), 1.5, 3.0, "restore reaches 0.30 of the device: poor; others kept the"),
+        ((3500, 3000, 7000), 1.0, 0.1, "restore reaches 0.50 of the device: fair; FUSE carries no"),
+        ((900, 800, None), 1.0, 0.1, "restore reaches 900 MB/s; the device was not measured"),
     ],
 )
 def test_the_verdict_says_what_to_look_at(
-    figures: tuple[float, float, float | None], compressed: float, expected: str
+    figures: tuple[float, float, float | None], compressed: float, load: float, expected: str
 ) -> None:
-    said = verdict(rows(*figures), compressed, Path("/"))
+    said = verdict(rows(*figures), compressed, load, Path("/"))
     assert said.startswith(expected)
     assert "\n" not in said
