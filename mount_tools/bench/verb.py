@@ -17,13 +17,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mount_tools.arguments import Mountpoint
 from mount_tools.bench.device import Device, opened_device
 from mount_tools.bench.verdict import COMPRESSED, verdict
 from mount_tools.bench.work import LAYER, SMALL, Row, Work
 from mount_tools.common import (
     CommandError,
     format_size,
-    parse_path,
     print_json,
     print_table,
     say,
@@ -40,7 +40,7 @@ _PASSES, _ROUNDS = 8, 4
 
 
 def bench(
-    mountpoint: Annotated[Path, typer.Argument(parser=parse_path, metavar="MNT")],
+    mountpoint: Mountpoint,
     seconds: Annotated[
         float, typer.Option("--seconds", min=1, help="About how long it measures.")
     ] = 60,
