@@ -133,7 +133,10 @@ class Reclaimer:
         units.forget(victim.ino)
         self.counters.reclaimed_units += 1
         self.counters.reclaimed += victim.unit.stored
-        log.info("reclaimed %s (%d bytes): %s", entry["path"], victim.unit.stored, why)
+        log.info(
+            "reclaimed %s (%d bytes): %s", entry["path"], victim.unit.stored, why,
+            extra={"path": entry["path"], "stored": victim.unit.stored, "reason": why},
+        )  # fmt: skip
         names = [
             (ino, dentry.name)
             for ino, original in reversed(tree.originals.items())

@@ -42,6 +42,7 @@ from kvfs.engine.io import (
     together,
     wait_all,
 )
+from kvfs.engine.latency import Latencies
 from kvfs.engine.loading import Loaded, load_newest
 from kvfs.engine.nodecache import UnreadableNode
 from kvfs.engine.nodes import Node, error, nearest_time
@@ -417,6 +418,11 @@ class Store:
             space.total, min(free, space.total), min(available, space.total), live,
             self._state.nodes.count,
         )  # fmt: skip
+
+    @property
+    def write_latencies(self) -> Latencies:
+        """Of frames; of each MiB of those that are longer."""
+        return self._appender.latencies
 
     @property
     def counters(self) -> Counters:

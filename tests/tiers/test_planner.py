@@ -25,6 +25,7 @@ class Tier:
     up: set[int] = field(default_factory=set)
     calls: list[tuple[str, int]] = field(default_factory=list)
     pending: list[Callable[[OSError | None], None]] = field(default_factory=list)
+    is_strained: bool = False
 
     def is_whole(self, session: int) -> bool:
         return session in self.up
