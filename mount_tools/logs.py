@@ -56,7 +56,7 @@ class JsonFormatter(logging.Formatter):
         for name, value in record.__dict__.items():
             if name not in _OWN:
                 document[name] = printable(value) if isinstance(value, str) else value
-        return json.dumps(document)
+        return json.dumps(document, default=str)
 
 
 class LogFile(logging.handlers.WatchedFileHandler):

@@ -17,6 +17,7 @@ from mount_tools import (
     log,
     ls,
     mkfs,
+    monitoring,
     mount,
     profile,
     replay,
@@ -45,6 +46,7 @@ app.command()(log.log)
 app.command()(replay.replay)
 app.command()(bench.bench)
 app.command()(profile.profile)
+app.command()(monitoring.monitoring)
 
 # What typer raises for a wrong command line; which module it lives in depends on its version.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -43,9 +44,10 @@ def listen(where: MetricsAddress) -> socket.socket:
     try:
         listener = socket.create_server(address, family=family, backlog=_BACKLOG)
     except OSError as failure:
+        why = os.strerror(failure.errno or 0)
         raise DeviceError(
-            f"metrics cannot be served on {where.address} port {where.port} "
-            f"({failure.strerror}): choose another --metrics-port or --metrics-address"
+            f"metrics cannot be served on {where.address} port {where.port} ({why}): choose "
+            f"another --metrics-port or --metrics-address"
         ) from None
     listener.setblocking(False)
     return listener
