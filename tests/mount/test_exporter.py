@@ -19,15 +19,9 @@ from kvfs.mount.exporter import exporting, listen
 from kvfs.mount.mounts import find_mount
 from tests.support.command import error_line
 from tests.support.mounter import Mounter, kvfs
+from tests.support.ports import LOCALHOST, free_port
 
-LOCALHOST = "127.0.0.1"
 SECONDS = 30
-
-
-def free_port() -> int:
-    with socket.create_server((LOCALHOST, 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 def get(port: int, path: str = "/metrics", method: str = "GET") -> tuple[int, bytes]:
