@@ -16,6 +16,6 @@ def monitoring() -> None:
     \b
     Examples:
       kvfs monitoring
-      cp "$(kvfs monitoring)/alerts.yml" /etc/prometheus/kvfs.yml
+      cp $(kvfs monitoring)/alerts.yml /etc/prometheus/kvfs.yml
     """
     say(str(FOLDER))
