@@ -56,18 +56,20 @@ class _Heat:
 
     def summary(self) -> HeatSummary:
         """Estimated from some of them, evenly taken, if there are very many. 0 is none of them."""
-        known = self.slots.all()
-        known = known[self.slots.keys(known) != 0]
-        some = known[:: max(1, -(-known.size // _SAMPLE_MAX))]
+        size = self.slots.size
+        some = np.arange(0, size, max(1, -(-size // _SAMPLE_MAX)))
+        # A slot that nobody has has the key 0, or, once it was given back, no heat.
+        some = some[self.slots.keys(some) != 0]
+        some = some[self.map.heat(some) > 0]
         if not some.size:
             return HeatSummary()
+        known = len(self.slots) - self.slots.find([0]).size
         temperatures = self.map.classify(some)
-        share = known.size / some.size
-        counts = {one: round(share * int((temperatures == one).sum())) for one in Temperature}
-        mean = float(self.map.heat(some).mean())
-        return HeatSummary(
-            mean, counts[Temperature.HOT], counts[Temperature.WARM], counts[Temperature.COLD]
+        hot, warm, cold = (
+            round(known / some.size * int((temperatures == one).sum()))
+            for one in (Temperature.HOT, Temperature.WARM, Temperature.COLD)
         )
+        return HeatSummary(float(self.map.heat(some).mean()), hot, warm, cold)
 
     def _forget_half(self) -> None:
         known = self.slots.all()

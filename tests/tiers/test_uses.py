@@ -98,3 +98,13 @@ def test_the_summary_of_very_many_is_estimated_from_some(monkeypatch: pytest.Mon
     assert summary.hot + summary.warm + summary.cold == pytest.approx(1000, abs=20)
     whole = [made.heat(session, is_session=True) for session in range(1, 1001)]
     assert summary.mean == pytest.approx(sum(whole) / 1000, rel=0.5)
+
+
+def test_the_summary_leaves_out_what_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "_KEPT_MAX", 50)
+    made = Uses(LRU(), lambda: 0.0)
+    for session in range(1, 52):
+        made.record(session, 10)
+    summary = made.summary()
+    kept = sum(made.heat(session, is_session=True) > 0 for session in range(1, 52))
+    assert summary.hot + summary.warm + summary.cold == kept < 51
