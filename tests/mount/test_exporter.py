@@ -223,7 +223,10 @@ def test_who_takes_too_long_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
         assert send(port, b"GET /metrics") == b""
 
 
-def test_who_comes_when_all_places_are_taken_gets_that_of_the_oldest() -> None:
+def test_who_comes_when_all_places_are_taken_gets_that_of_the_oldest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exporter, "_DEADLINE_SECONDS", 3600.0)
     with server(lambda: lambda: b"a 1\n") as port, ExitStack() as idle:
         clients = [
             idle.enter_context(socket.create_connection((LOCALHOST, port), SECONDS))
