@@ -174,7 +174,8 @@ def check_settable(name: bytes, value: bytes) -> None:
 
 def _extents(store: Store, ino: int, start: int) -> Step[bytes]:
     """JSON, one object an extent from the file offset `start` on: offset, length, stored,
-    codec, address. Cut before 64 KiB, with a mark that says where to go on."""
+    codec, address, id (never used twice: who has the same shares its bytes), and which byte of the
+    extent is the first. Cut before 64 KiB, with a mark that says where to go on."""
     node = yield from store.node(ino)
     if not stat.S_ISREG(node.inode.mode):
         raise error(errno.ENODATA)
@@ -191,6 +192,8 @@ def _extents(store: Store, ino: int, start: int) -> Step[bytes]:
                     "stored": extent.stored,
                     "codec": Codec(extent.codec).name.lower(),
                     "address": extent.address,
+                    "extent": extent.extent_id,
+                    "skew": part.skew,
                 }
             )
             size += len(row) + 2
