@@ -12,16 +12,20 @@ import kvfs
 from kvfs.engine.device import DeviceError
 from mount_tools import (
     bench,
+    export,
     fork,
     fsck,
+    import_,
     log,
     ls,
     mkfs,
     monitoring,
     mount,
     profile,
+    receive,
     replay,
     scrub,
+    send,
     stat,
     umount,
 )
@@ -42,6 +46,10 @@ app.command()(scrub.scrub)
 app.command()(ls.ls)
 app.command()(stat.stat)
 app.command()(fork.fork)
+app.command()(export.export)
+app.command("import")(import_.import_)
+app.command()(send.send)
+app.command()(receive.receive)
 app.command()(log.log)
 app.command()(replay.replay)
 app.command()(bench.bench)
