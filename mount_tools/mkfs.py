@@ -176,21 +176,24 @@ def _format(
         if not force:
             _refuse_used(device)
         if segment_size is None:
-            segment_size = _fitting_segment_size(device)
+            _check_room(device)
+            segment_size = fitting_segment_size(device.size)
         superblock = format_device(device, segment_size, encryption=encryption)
         _wipe_foreign(device)
     return superblock
 
 
-def _fitting_segment_size(device: FileDevice) -> int:
-    """The default, or less where a device is so small that it had few segments."""
-    room = device.size - DATA_START
-    if room < SEGMENT_COUNT_MIN * SEGMENT_SIZE_MIN:
-        needed = DATA_START + SEGMENT_COUNT_MIN * SEGMENT_SIZE_MIN
+def _check_room(device: FileDevice) -> None:
+    needed = DATA_START + SEGMENT_COUNT_MIN * SEGMENT_SIZE_MIN
+    if device.size < needed:
         raise CommandError(
             f"{device.path} is too small: a ring takes {format_size(needed)} or more"
         )
-    whole = room // _SEGMENTS_WANTED // SEGMENT_SIZE_MIN * SEGMENT_SIZE_MIN
+
+
+def fitting_segment_size(device_size: int) -> int:
+    """The default, or less where a device is so small that it had few segments. In bytes."""
+    whole = (device_size - DATA_START) // _SEGMENTS_WANTED // SEGMENT_SIZE_MIN * SEGMENT_SIZE_MIN
     return max(SEGMENT_SIZE_MIN, min(DEFAULT_SEGMENT_SIZE, whole))
 
 

@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 from kvfs.engine import journal
 from kvfs.engine.device import Device, DeviceError
-from kvfs.engine.format import EXTENT_SIZE_MAX, ROOT_INODE, FormatError, Superblock
+from kvfs.engine.format import ROOT_INODE, FormatError, Superblock
 from kvfs.engine.index import Index
 from kvfs.engine.io import InlineExecutor, run
 from kvfs.engine.keytable import read_table
 from kvfs.engine.nodecache import NodeCache
 from kvfs.engine.ring import Geometry, Ring
+from kvfs.engine.space import longest_extent
 from kvfs.engine.state import State
 from kvfs.engine.superblocks import Superblocks
 from kvfs.engine.vault import Vault
 
 log = logging.getLogger(__name__)
-
-_FRACTION_OF_SEGMENT = 8  # an extent is at most this part of a segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +85,7 @@ def _load(
     nodes = NodeCache(device, InlineExecutor(), ring, index_cache_size, vault)
     index = Index(nodes, checkpoint)
     replayed = journal.replay(device, ring, index, superblock, durable)
-    # Encrypted it is a little longer, and is still read into one buffer.
-    limit = EXTENT_SIZE_MAX // 2 if vault.is_on else EXTENT_SIZE_MAX
-    extent_max = min(limit, superblock.segment_size // _FRACTION_OF_SEGMENT)
+    extent_max = longest_extent(superblock.segment_size, encrypted=vault.is_on)
     state = State(index, vault.hash_key, extent_max, nodes_max)
     run(state.load_counts())
     with suppress(FileNotFoundError):  # nothing was written yet

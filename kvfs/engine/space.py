@@ -8,6 +8,7 @@ from enum import IntEnum
 from kvfs.engine import ops
 from kvfs.engine.format import (
     BLOCK,
+    EXTENT_SIZE_MAX,
     EXTENT_SIZE_MIN,
     ITEM_OVERHEAD,
     NO_SEGMENT,
@@ -16,7 +17,7 @@ from kvfs.engine.format import (
     round_up,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.ring import Ring
+from kvfs.engine.ring import Geometry, Ring
 
 _OPERATION_COST = 4096
 _OPERATION_CHANGES = 8
@@ -25,6 +26,7 @@ _EMPTY_CHECKPOINT = 16 * BLOCK
 _FREE_SHARE = 32
 # Of so many parts of the ring, one more is kept for cleaning.
 _OVERPROVISION_OF = 15
+_FRACTION_OF_SEGMENT = 8  # an extent is at most this part of a segment
 
 
 class Purpose(IntEnum):
@@ -34,6 +36,25 @@ class Purpose(IntEnum):
     STORE = 4
     REMOVE = 2
     CLEAN = 0
+
+
+def longest_extent(segment_size: int, *, encrypted: bool) -> int:
+    """In bytes. Encrypted it is a little longer, and is still read into one buffer."""
+    limit = EXTENT_SIZE_MAX // 2 if encrypted else EXTENT_SIZE_MAX
+    return min(limit, segment_size // _FRACTION_OF_SEGMENT)
+
+
+def capacity(geometry: Geometry, extent_max: int) -> int:
+    """What a ring is meant to take, in bytes: less than it could, so that cleaning always finds
+    segments that are partly dead."""
+    segments = geometry.segment_count - Purpose.STORE
+    usable = segments * usable_of_segment(geometry.segment_size, extent_max)
+    return usable * _OVERPROVISION_OF // (_OVERPROVISION_OF + 1)
+
+
+def usable_of_segment(segment_size: int, extent_max: int) -> int:
+    """What a segment surely takes: the rest may be too short for the next extent."""
+    return segment_size - extent_max - 4 * BLOCK
 
 
 def cost(op: ops.Operation) -> int:
@@ -81,15 +102,11 @@ class Space:
 
     @property
     def usable_segment(self) -> int:
-        """What a segment surely takes: the rest may be too short for the next extent."""
-        return self.ring.geometry.segment_size - self.extent_max - 4 * BLOCK
+        return usable_of_segment(self.ring.geometry.segment_size, self.extent_max)
 
     @property
     def total(self) -> int:
-        """What the ring is meant to take: less than it could, so that cleaning always finds
-        segments that are partly dead."""
-        segments = self.ring.geometry.segment_count - Purpose.STORE
-        return segments * self.usable_segment * _OVERPROVISION_OF // (_OVERPROVISION_OF + 1)
+        return capacity(self.ring.geometry, self.extent_max)
 
     def has_room(self, charge: int, promised: int, purpose: Purpose) -> bool:
         """Whether so many bytes can be promised now."""
