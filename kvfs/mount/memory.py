@@ -47,9 +47,9 @@ def _limit_files(root: Path) -> Iterator[Path]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            tops, name = (top, top / "unified"), "memory.max"
+            tops, name = [top, top / "unified"], "memory.max"
         elif "memory" in controllers.split(","):
-            tops, name = (top / "memory",), "memory.limit_in_bytes"
+            tops, name = [top / "memory"], "memory.limit_in_bytes"
         else:
             continue
         group = PurePosixPath(path.lstrip("/"))
