@@ -30,6 +30,7 @@ from mount_tools import (
     umount,
 )
 from mount_tools.common import CommandError, describe_os_error, say, warn
+from mount_tools.doctor.command import doctor
 
 app = typer.Typer(
     name="kvfs",
@@ -55,6 +56,7 @@ app.command()(replay.replay)
 app.command()(bench.bench)
 app.command()(profile.profile)
 app.command()(monitoring.monitoring)
+app.command()(doctor)
 
 # What typer raises for a wrong command line; which module it lives in depends on its version.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]

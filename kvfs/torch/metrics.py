@@ -33,6 +33,15 @@ class Hot:
 
 
 @dataclass(frozen=True)
+class Allocator:
+    """Of torch's allocator on the model's device, in bytes: what tensors have, and what it keeps
+    of the device. The difference is what is fragmented, or waits to be used again."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
 class Found:
     """Where a turn found the KV of its session: bytes in hot memory, and in `below`."""
 
@@ -51,8 +60,14 @@ class Found:
 class RouterMetrics:
     """The counters of one router. Safe to use from several threads."""
 
-    def __init__(self, hot: Callable[[], Hot], memory: MemoryGauge | None = None) -> None:
-        """Both are asked whenever the text is made."""
+    def __init__(
+        self,
+        hot: Callable[[], Hot],
+        memory: MemoryGauge | None = None,
+        allocator: Callable[[], Allocator] | None = None,
+    ) -> None:
+        """All are asked whenever the text is made; the last two are None where the device has
+        none."""
         self._registry = registry = CollectorRegistry()
         self._cold_reads_ms: deque[float] = deque(maxlen=_RECENT_READS)
         self._hot_bytes = self._below_bytes = 0
@@ -117,6 +132,14 @@ class RouterMetrics:
             Gauge(name, what, registry=registry).set_function(value)
         if memory is not None:
             self._tell_of(memory)
+        if allocator is not None:
+            for name, what, value in (
+                ("kv_torch_allocated_bytes", "What tensors have of the device",
+                 lambda: allocator().allocated_bytes),
+                ("kv_torch_reserved_bytes", "What torch's allocator keeps of the device",
+                 lambda: allocator().reserved_bytes),
+            ):  # fmt: skip
+                Gauge(name, what, registry=registry).set_function(value)
         for tier in TIERS:
             self._turns.labels(tier)
             self._found.labels(tier)

@@ -27,7 +27,7 @@ from kvfs.torch.errors import NotKVFSError, SessionBusyError
 from kvfs.torch.fingerprint import Fingerprint
 from kvfs.torch.hot import HotPool
 from kvfs.torch.memory import MemoryGauge, gauge_of
-from kvfs.torch.metrics import Found, Hot, RouterMetrics, Tier
+from kvfs.torch.metrics import Allocator, Found, Hot, RouterMetrics, Tier
 from kvfs.torch.mounts import require_kvfs
 
 _FREE_SHARE = 0.10  # of the budget: room is made until this much is free
@@ -123,7 +123,8 @@ class KVRouter:
         self._pool = HotPool(hot_bytes, device=model.device) if pool is None else pool
         self._pool.on_pressure = self._make_room
         self._memory = gauge_of(self._pool.device) if memory is None else memory
-        self._metrics = RouterMetrics(self._hot, self._memory)
+        allocator = self._allocator if model.device.type == "cuda" else None
+        self._metrics = RouterMetrics(self._hot, self._memory, allocator)
         self._seats: dict[str, _Seat] = {}
         self._heat = HeatMap()
         self._changed = threading.Condition()
@@ -495,6 +496,10 @@ class KVRouter:
             open_ones = [seat for seat in self._seats.values() if seat.cache is not None]
             hot = sum(seat.hot for seat in open_ones)
         return Hot(self._pool.used_bytes, self._pool.budget_bytes, hot, len(open_ones) - hot)
+
+    def _allocator(self) -> Allocator:
+        device = self._model.device
+        return Allocator(torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device))
 
     @contextmanager
     def _timed_eviction(self) -> Iterator[None]:

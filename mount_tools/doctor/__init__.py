@@ -1,0 +1,1 @@
+"""What `kvfs doctor` looks at. Nothing here changes anything."""
