@@ -31,6 +31,7 @@ from mount_tools import (
 )
 from mount_tools.common import CommandError, describe_os_error, say, warn
 from mount_tools.doctor.command import doctor
+from mount_tools.plan.command import plan
 
 app = typer.Typer(
     name="kvfs",
@@ -57,6 +58,7 @@ app.command()(bench.bench)
 app.command()(profile.profile)
 app.command()(monitoring.monitoring)
 app.command()(doctor)
+app.command()(plan)
 
 # What typer raises for a wrong command line; which module it lives in depends on its version.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]
