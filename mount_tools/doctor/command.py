@@ -156,11 +156,14 @@ def _report_process(pid: int, metrics_port: int | None, *, json_output: bool) ->
 
 def _all_checks(system: System, path: Path | None) -> Iterable[Check]:
     mountpoints, sources = _targets(path)
+    told = [mount.warm_directory(mountpoint) for mountpoint in mountpoints]
+    warm = dict.fromkeys([each for each in told if each is not None] or [_WARM_DIRECTORY])
     return chain(
         kernel.checks(system),
         sysctls.checks(system),
         fuse.checks(system),
-        memory.checks(system, _WARM_DIRECTORY),
+        memory.checks(system),
+        *(memory.tmpfs_checks(system, directory) for directory in warm),
         pci.checks(system),
         gpu.checks(system),
         wear.checks(system),

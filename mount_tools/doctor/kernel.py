@@ -11,12 +11,12 @@ from kvfs.mount.uring import open_ring
 from mount_tools.doctor.check import Check, Question, Status
 from mount_tools.doctor.system import System
 
-_VERSION_MIN = (5, 6)
+_VERSION_MIN = (5, 15)
 _VERSION = Question(
     "kernel",
     "version",
-    "5.6 or newer",
-    "io_uring reads since 5.6; without them each read of the device costs a thread's wake-up",
+    "5.15 or newer",
+    "what KVFS asks of FUSE and io_uring is tried on these",
 )
 _URING = Question(
     "kernel",

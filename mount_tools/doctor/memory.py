@@ -63,14 +63,13 @@ _COPY = Question(
 )
 
 
-def checks(system: System, warm_directory: Path) -> Iterator[Check]:
+def checks(system: System) -> Iterator[Check]:
     facts = meminfo(system)
     yield _available(facts)
     yield _cgroup(system, facts)
     yield _huge(system)
     yield _shmem(system)
     yield _reserved(facts)
-    yield from _tmpfs(system, warm_directory, facts)
     if system.is_this_machine:
         yield judge_copy(measured_copy())
 
@@ -134,7 +133,9 @@ def _reserved(facts: dict[str, int]) -> Check:
 # -- the tmpfs
 
 
-def _tmpfs(system: System, directory: Path, facts: dict[str, int]) -> Iterator[Check]:
+def tmpfs_checks(system: System, directory: Path) -> Iterator[Check]:
+    """Of the directory in which warm memory lies."""
+    facts = meminfo(system)
     filesystem = filesystem_of(system, directory)
     size_question = Question(
         "memory",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,12 @@ from typing import Any
 
 from mount_tools.common import CommandError, describe_os_error, format_size
 from mount_tools.doctor.check import Check, Question, Status
-from mount_tools.mountpoints import read_stats
+from mount_tools.mountpoints import answered, read_stats
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 _SCRUB_DAYS_MAX = 14
 _DAY_SECONDS = 24 * 3600
@@ -41,6 +47,16 @@ def checks(mountpoint: Path) -> Iterator[Check]:
         return
     yield answer.ok(f"process {document['pid']} answers")
     yield from judge(mountpoint, document, time.time())
+
+
+def warm_directory(mountpoint: Path) -> Path | None:
+    """Of its configuration; None where it is not told."""
+    file = mountpoint / ".kvfs" / "config.toml"
+    try:
+        told = tomllib.loads(answered(mountpoint, file.read_text)).get("warm_directory")
+    except (CommandError, OSError, ValueError):
+        return None
+    return Path(told) if isinstance(told, str) else None
 
 
 def judge(mountpoint: Path, stats: dict[str, Any], now: float) -> Iterator[Check]:

@@ -71,6 +71,7 @@ def test_a_mount_is_looked_at_with_its_device(mounted: Mounter) -> None:
     assert checks["damage"]["status"] == checks["errors"]["status"] == "ok"
     assert checks["scrub"]["status"] == "advice"
     assert checks["fragmentation"]["status"] == "unknown"
+    assert f"size of {mounted.warm_directory}" in checks
     told = kvfs("doctor", mounted.mountpoint, check=False).stdout
     assert f"mount {mounted.mountpoint}" in told
     assert f"change: kvfs scrub {mounted.mountpoint}" in told

@@ -55,7 +55,7 @@ def sata(system: System) -> Iterable[Check]:
 
 
 def ram(system: System) -> Iterable[Check]:
-    return memory.checks(system, SHM)
+    return [*memory.checks(system), *memory.tmpfs_checks(system, SHM)]
 
 
 def find(checks: Iterable[Check], name: str) -> Check:
@@ -86,7 +86,7 @@ SMI_FULL = "#!/bin/sh\necho '0, NVIDIA H100 80GB HBM3, 81559, 79000'\n"
 SHM_SMALL = "30 22 0:26 / /dev/shm rw - tmpfs tmpfs rw,size=524288k,huge=within_size\n"
 SHM_NO_HUGE = "30 22 0:26 / /warm rw - tmpfs tmpfs rw,size=16g\n"
 CASES = [
-    Case(kernel.checks, "version", "proc/sys/kernel/osrelease", "4.19.0-27-amd64", WARNING),
+    Case(kernel.checks, "version", "proc/sys/kernel/osrelease", "5.10.0-33-amd64", WARNING),
     Case(kernel.checks, "io_uring", "proc/sys/kernel/io_uring_disabled", 2, ADVICE),
     Case(sysctls.checks, "vm.swappiness", "proc/sys/vm/swappiness", 60, WARNING),
     Case(sysctls.checks, "vm.vfs_cache_pressure", "proc/sys/vm/vfs_cache_pressure", 0, ADVICE),
@@ -297,15 +297,15 @@ def test_a_user_is_told_of_rights_that_root_does_not_need(server: System) -> Non
 def test_large_pages_of_the_warm_directory(server: System) -> None:
     name = "large pages of /warm"
     put(server.root, "proc/self/mountinfo", "30 22 0:26 / /warm rw - tmpfs t rw,huge=within_size\n")
-    assert find(memory.checks(server, Path("/warm")), name).status is Status.OK
+    assert find(memory.tmpfs_checks(server, Path("/warm")), name).status is Status.OK
     put(server.root, "proc/self/mountinfo", SHM_NO_HUGE)
-    assert find(memory.checks(server, Path("/warm")), name).status is ADVICE
+    assert find(memory.tmpfs_checks(server, Path("/warm")), name).status is ADVICE
     (server.root / "proc/self/mountinfo").unlink()
-    assert find(memory.checks(server, Path("/warm")), name).status is UNKNOWN
+    assert find(memory.tmpfs_checks(server, Path("/warm")), name).status is UNKNOWN
 
 
 def test_a_warm_directory_that_is_no_tmpfs(server: System) -> None:
-    (check,) = [c for c in memory.checks(server, Path("/srv")) if c.name == "size of /srv"]
+    (check,) = [c for c in memory.tmpfs_checks(server, Path("/srv")) if c.name == "size of /srv"]
     assert check.status is WARNING and "not a tmpfs" in check.found
 
 
