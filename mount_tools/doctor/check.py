@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 
+NOTHING = "-"
+"""Wanted of a figure that is only told."""
+
+
 class Status(str, Enum):
     """From the best to the worst: advice could make it faster, a warning will make trouble, with
     an error it does not work. Unknown: the machine does not tell."""

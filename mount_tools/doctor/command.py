@@ -35,7 +35,7 @@ from mount_tools.doctor import (
     sysctls,
     wear,
 )
-from mount_tools.doctor.check import Check, Status
+from mount_tools.doctor.check import NOTHING, Check, Status
 from mount_tools.doctor.system import System
 from mount_tools.mountpoints import answered, may_enter
 
@@ -49,7 +49,7 @@ def doctor(
         Path | None,
         typer.Argument(
             parser=parse_path,
-            metavar="[MNT|DEV]",
+            metavar="MNT|DEV",
             help="A mountpoint, or a block device or image file. [default: every KVFS that is "
             "mounted]",
             show_default=False,
@@ -226,11 +226,14 @@ def _print(checks: list[Check]) -> None:
             group = check.group
             typer.echo()
             say(group)
+        is_only_told = check.wanted == NOTHING
         if check.status is Status.OK:
-            say(f"  ok       {check.name}: {check.found} (wanted: {check.wanted})")
+            wanted = "" if is_only_told else f" (wanted: {check.wanted})"
+            say(f"  ok       {check.name}: {check.found}{wanted}")
             continue
         say(f"  {check.status.value:<8} {check.name}: {check.found}")
-        say(f"             wanted: {check.wanted}")
+        if not is_only_told:
+            say(f"             wanted: {check.wanted}")
         say(f"             why:    {check.why}")
         if check.command:
             say(f"             {_verb(check)} {check.command}")

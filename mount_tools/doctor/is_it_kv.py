@@ -15,7 +15,7 @@ import psutil
 from kvfs.mount.mounts import mounts
 from mount_tools.common import CommandError, format_size
 from mount_tools.doctor import gpu
-from mount_tools.doctor.check import Check, Question, Status
+from mount_tools.doctor.check import NOTHING, Check, Question, Status
 from mount_tools.doctor.endpoint import Endpoint, may_ask, read_endpoint
 from mount_tools.doctor.process import Held, Memory, command_line, held_by, memory_of
 from mount_tools.doctor.system import System
@@ -173,7 +173,7 @@ def _biggest(seen: Seen) -> tuple[str, int]:
 
 def _memory(seen: Seen) -> Check:
     question = Question(
-        _STEP_1, "memory of the process", "-",
+        _STEP_1, "memory of the process", NOTHING,
         "anonymous memory is weights, KV and all else that was allocated; shared is warm memory "
         "that is mapped",
     )  # fmt: skip
@@ -275,7 +275,7 @@ def _requests(seen: Seen) -> Check:
 
 def _warm(seen: Seen) -> Check:
     question = Question(
-        _STEP_2, "KVFS", "-",
+        _STEP_2, "KVFS", NOTHING,
         "warm files are the daemon's memory, counted as shared in who maps them; open layer "
         "files cost no memory",
     )  # fmt: skip
@@ -290,7 +290,7 @@ def _warm(seen: Seen) -> Check:
 
 def _length(seen: Seen) -> Check:
     question = Question(
-        _STEP_3, "longest sessions", "-",
+        _STEP_3, "longest sessions", NOTHING,
         "a few long sessions take what many short ones would: fork, window= or rm them",
     )  # fmt: skip
     if not seen.sessions:

@@ -14,7 +14,7 @@ import numpy as np
 
 _COPY_SIZE = 128 * 1024**2
 _COPIES_MAX = 20
-_SECONDS_MAX = 0.8
+_SECONDS_MAX = 0.5
 _READ_SIZE = 1024**2
 _READS = 256
 _READERS = 8

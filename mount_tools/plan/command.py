@@ -44,7 +44,7 @@ def plan(
         Path | None,
         typer.Argument(
             parser=parse_path,
-            metavar="[MODEL]",
+            metavar="MODEL",
             help="A model's config.json, or the folder that holds it.",
             show_default=False,
         ),
@@ -147,7 +147,9 @@ def plan(
     ] = None,
     ratio: Annotated[
         float,
-        typer.Option(min=0.1, help="Bytes of KV for a byte of the ring: 1.45 on bfloat16."),
+        typer.Option(
+            metavar="X", min=0.1, help="Bytes of KV for a byte of the ring: 1.45 on bfloat16."
+        ),
     ] = 1.0,
     write_amplification: Annotated[
         float | None,
@@ -179,7 +181,9 @@ def plan(
     ] = None,
     window_hours: Annotated[
         float,
-        typer.Option(help="Sessions of a CSV trace start at random within so many hours."),
+        typer.Option(
+            metavar="HOURS", help="Sessions of a CSV trace start at random within so many hours."
+        ),
     ] = 24.0,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from mount_tools.doctor.check import Status
 from tests.mount_tools.doctor.test_endpoint import VLLM
-from tests.support.command import error_line
+from tests.support.command import refused
 from tests.support.mounter import Mounter, kvfs
 from tests.support.users import kvfs_as_nobody
 
@@ -116,7 +116,7 @@ def test_a_loop_device_is_followed_to_its_image(loop_device: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], status: int, message: str) -> None:
-    assert message in error_line(kvfs("doctor", *arguments, check=False), status=status)
+    assert message in refused("doctor", *arguments, status=status)
 
 
 # -- a process

@@ -10,7 +10,7 @@ import pytest
 
 from mount_tools.plan.machine import ring_of
 from tests.mount_tools.plan.test_model import LLAMA_3_1_8B
-from tests.support.command import error_line
+from tests.support.command import refused
 from tests.support.mounter import Mounter, kvfs
 from tests.support.users import kvfs_as_nobody
 
@@ -123,8 +123,8 @@ def test_nothing_is_changed_and_a_user_may_plan(config: Path, tmp_path: Path) ->
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], status: int, message: str) -> None:
-    assert message in error_line(kvfs("plan", *arguments, check=False), status=status)
+    assert message in refused("plan", *arguments, status=status)
 
 
 def test_a_model_and_numbers_are_one_too_many(config: Path) -> None:
-    assert "either MODEL or" in error_line(kvfs("plan", config, *NUMBERS, check=False), status=2)
+    assert "either MODEL or" in refused("plan", str(config), *NUMBERS, status=2)

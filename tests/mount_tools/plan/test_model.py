@@ -221,6 +221,15 @@ KNOWN = [
         24 * KIB, 12,
     ),
     Known(
+        "the same with two layers more",
+        {
+            "model_type": "qwen3_next", "full_attention_interval": 4, "head_dim": 256,
+            "hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 50,
+            "num_key_value_heads": 2, "torch_dtype": "bfloat16",
+        },
+        24 * KIB, 12,
+    ),
+    Known(
         "the same by its layer types",
         {
             "head_dim": 256, "num_attention_heads": 16, "num_hidden_layers": 48,
