@@ -160,8 +160,12 @@ def verdict(seen: Seen) -> str:
     if is_exact:
         return f"{'yes' if share >= _KV_SHARE else 'no'}: {amount} is KV"
     # An adapter holds a layer at most twice: slabs, and a workspace in which they are gathered.
+    # What is kept past KVFS (a DynamicCache, an engine's own pool) nobody sees from outside.
     if 2 * share < _KV_SHARE:
-        return f"no: the sessions that it has open are {amount}; it holds them twice at the most"
+        return (
+            f"no, as far as it is in KVFS: the sessions that it has open are {amount}; it holds "
+            f"them twice at the most"
+        )
     return f"maybe: the sessions that it has open are {amount}; it says itself how much is hot"
 
 

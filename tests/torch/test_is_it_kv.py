@@ -48,7 +48,7 @@ def test_open_sessions_bound_what_can_be_kv(cache: KVFSCache, kv_directory: Path
     opened = [each for each in document["sessions"] if each["open"]]
     assert [Path(each["path"]) for each in opened] == [kv_directory / "agent-1"]
     assert opened[0]["tokens"] == 300
-    assert document["verdict"].startswith("no: the sessions that it has open are")
+    assert document["verdict"].startswith("no, as far as it is in KVFS: the sessions")
 
 
 def test_a_router_tells_what_is_hot(kv_directory: Path, model: PreTrainedModel, ids: Any) -> None:

@@ -159,7 +159,7 @@ def test_an_engine_whose_pool_is_full(mounted: Mounter) -> None:
         assert status == 0
         assert by_name(document)["KV pool"]["status"] == "unknown"
         assert f"it listens on {port}" in by_name(document)["KV pool"]["found"]
-        assert document["verdict"].startswith("no: the sessions that it has open are")
+        assert document["verdict"].startswith("no, as far as it is in KVFS: the sessions")
 
         document, status = examined("--pid", str(pid), "--metrics-port", str(port))
         checks = by_name(document)
