@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from kvfs.mount.mounts import containing_mount, mounts
+from mount_tools.arguments import complete_mountpoint
 from mount_tools.common import (
     CommandError,
     format_size,
@@ -50,6 +51,7 @@ def doctor(
         typer.Argument(
             parser=parse_path,
             metavar="MNT|DEV",
+            autocompletion=complete_mountpoint,
             help="A mountpoint, or a block device or image file. [default: every KVFS that is "
             "mounted]",
             show_default=False,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvfs.tiers.replay import Trace
+from mount_tools.arguments import complete_mountpoint
 from mount_tools.common import (
     format_size,
     parse_path,
@@ -87,6 +88,7 @@ def plan(
         typer.Option(
             parser=parse_path,
             metavar="MNT|DEV",
+            autocompletion=complete_mountpoint,
             help="A mount, or a device or image, as the cold tier; its speed is measured.",
             show_default=False,
         ),
