@@ -70,7 +70,7 @@ def test_a_router_tells_what_is_hot(kv_directory: Path, model: PreTrainedModel, 
 
 def test_the_allocator_is_told_where_there_is_one() -> None:
     hot = Hot(used_bytes=1, budget_bytes=2, hot_sessions=0, idle_sessions=0)
-    told = RouterMetrics(lambda: hot, lambda: Allocator(6, 10)).text()
+    told = RouterMetrics(lambda: hot, allocator=lambda: Allocator(6, 10)).text()
     assert parse_samples(told)["kv_torch_allocated_bytes"] == 6
     assert parse_samples(told)["kv_torch_reserved_bytes"] == 10
     assert "kv_torch" not in RouterMetrics(lambda: hot).text()
