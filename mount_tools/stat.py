@@ -51,6 +51,8 @@ _BYTE_COUNTS = {
     "unsaved",
     "payload_written",
     "device_written",
+    "payload_read",
+    "device_read",
     "limit",
     "taken",
     "leased",

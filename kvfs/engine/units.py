@@ -327,27 +327,34 @@ class Units:
 
     def sessions(self) -> Step[list[Session]]:
         """Those that were used, the last used first."""
-        found = []
-        cursor = 0
-        while True:
-            batch = yield from self._records(cursor, _SCAN_ITEMS)
-            for ino, unit in batch:
-                if not unit.is_pool:
-                    found += yield from self._session(ino, unit)
-            if len(batch) < _SCAN_ITEMS:
-                return sorted(found, key=lambda session: session.used_ns, reverse=True)
-            cursor = batch[-1][0] + 1
+        found: list[Session] = []
+        cursor: int | None = 0
+        while cursor is not None:
+            batch, cursor = yield from self.some_sessions(cursor, _SCAN_ITEMS)
+            found += batch.values()
+        return sorted(found, key=lambda session: session.used_ns, reverse=True)
 
-    def _session(self, ino: int, unit: Unit) -> Step[list[Session]]:
+    def some_sessions(self, first: int, limit: int) -> Step[tuple[dict[int, Session], int | None]]:
+        """Those among the next `limit` units from the inode `first` on, by their inodes, and
+        where the next ones begin; None behind the last."""
+        batch = yield from self._records(first, limit)
+        found = {}
+        for ino, unit in batch:
+            session = None if unit.is_pool else (yield from self._session(ino, unit))
+            if session is not None:
+                found[ino] = session
+        return found, batch[-1][0] + 1 if len(batch) == limit else None
+
+    def _session(self, ino: int, unit: Unit) -> Step[Session | None]:
         try:
             node = yield from self.state.nodes.node(ino)
             if not node.is_directory:
-                return []
+                return None
             path = (yield from self.path(ino)).decode(errors="surrogateescape")
             pinned = yield from self.is_pinned(ino)
         except FileNotFoundError:
-            return []
-        return [Session(path, node.inode.uid, unit.stored, unit.used_ns, unit.ttl_s, pinned)]
+            return None
+        return Session(path, node.inode.uid, unit.stored, unit.used_ns, unit.ttl_s, pinned)
 
     def is_removable(self, victim: Victim, now_ns: int) -> Step[bool]:
         """Neither pinned nor open nor used since it was chosen. What is gone or no unit any

@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-OWNERS = ["config.toml", "metrics", "stats.json"]
+OWNERS = ["config.toml", "metrics", "segments", "stats.json"]
 FILES = sorted([*OWNERS, "log", "sessions"])
 
 
@@ -112,15 +112,15 @@ def test_metrics_have_every_number_of_the_stats(control: Path) -> None:
     stats = json.loads((control / "stats.json").read_text())
     shown = samples(text)
     for name, value in stats["counters"].items():
-        sizes = ("payload_written", "device_written", "carried", "reclaimed")
-        unit = "_bytes" if name in sizes else ""
+        is_size = name.endswith(("_written", "_read")) or name in ("carried", "reclaimed")
+        unit = "_bytes" if is_size else ""
         assert shown[f"kvfs_{name}{unit}_total", ""] == value, name
     for kind, value in stats["errors"].items():
         assert shown["kvfs_read_errors_total", kind] == value
     for name, value in stats["space"].items():
         unit = "" if name == "inodes" else "_bytes"
         assert shown[f"kvfs_space_{name}{unit}", ""] == value
-    for name in ("segments", "epoch"):
+    for name in ("segments", "free_segments", "epoch"):
         assert shown[f"kvfs_{name}", ""] == stats[name]
     assert shown["kvfs_segment_size_bytes", ""] == stats["segment_size"]
     assert shown["kvfs_unsaved_bytes", ""] == stats["unsaved"]
