@@ -27,6 +27,7 @@ from mount_tools import (
     scrub,
     send,
     stat,
+    top,
     umount,
 )
 from mount_tools.common import CommandError, describe_os_error, say, warn
@@ -45,6 +46,7 @@ app.command()(fsck.fsck)
 app.command()(scrub.scrub)
 app.command()(ls.ls)
 app.command()(stat.stat)
+app.command()(top.top)
 app.command()(fork.fork)
 app.command()(export.export)
 app.command("import")(import_.import_)

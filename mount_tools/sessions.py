@@ -34,7 +34,7 @@ class File:
 @dataclass(frozen=True, slots=True)
 class Session:
     """A directory with a KV cache. `tokens` and `model` are None where nothing says so; `tier`
-    is warm, cold or mixed."""
+    is warm, cold or mixed; `heat` as of all uses of the mount up to now."""
 
     path: Path
     name: str
@@ -45,6 +45,8 @@ class Session:
     last_use: float
     model: str | None
     tier: str | None
+    heat: float | None
+    pinned: bool
     files: list[File]
 
     def as_json(self) -> dict[str, Any]:
@@ -96,6 +98,7 @@ def read_session(directory: Path, name: str) -> Session | None:
             return None
         files = sorted(_files_in(fd), key=lambda file: file.name)
         model, tier = read_xattr(fd, "model"), read_xattr(fd, "tier")
+        heat, pin = read_xattr(fd, "heat"), read_xattr(fd, "pin")
     by_name = {file.name: file for file in files}
     return Session(
         path=directory,
@@ -107,6 +110,8 @@ def read_session(directory: Path, name: str) -> Session | None:
         last_use=max((file.last_use for file in files), default=0),
         model=model,
         tier=tier,
+        heat=None if heat is None else float(heat),
+        pinned=pin == "1",
         files=files,
     )
 
