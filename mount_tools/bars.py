@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,6 +31,12 @@ def columns(values: Iterable[float]) -> str:
     values = list(values)
     largest = max(values, default=0)
     return "".join(column(value / largest if largest else 0) for value in values)
+
+
+def heat_share(heat: float, hottest: float) -> float:
+    """How long a bar of it is, from 0 to 1: by its logarithm, over three decades, since heat falls
+    as 1 / age."""
+    return max(0.0, 1 + math.log10(heat / hottest) / 3) if heat > 0 and hottest > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)

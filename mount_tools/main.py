@@ -16,6 +16,7 @@ from mount_tools import (
     fork,
     fsck,
     import_,
+    heatmap,
     log,
     ls,
     mkfs,
@@ -47,6 +48,7 @@ app.command()(scrub.scrub)
 app.command()(ls.ls)
 app.command()(stat.stat)
 app.command()(top.top)
+app.command()(heatmap.heatmap)
 app.command()(fork.fork)
 app.command()(export.export)
 app.command("import")(import_.import_)

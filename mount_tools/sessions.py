@@ -17,7 +17,7 @@ from mount_tools.paths import opened
 
 _DIRECTORIES_MAX = 100_000
 _TOKEN_BYTES = 4
-_LAYER_PREFIX = "layer."
+LAYER_PREFIX = "layer."
 _BLOCK_UNIT = 512
 
 
@@ -104,7 +104,7 @@ def read_session(directory: Path, name: str) -> Session | None:
         path=directory,
         name=name if name != "." else directory.name,
         tokens=by_name["tokens"].size // _TOKEN_BYTES if "tokens" in by_name else None,
-        layers=sum(file.name.startswith(_LAYER_PREFIX) for file in files),
+        layers=sum(file.name.startswith(LAYER_PREFIX) for file in files),
         size=sum(file.size for file in files),
         stored=sum(file.stored for file in files),
         last_use=max((file.last_use for file in files), default=0),
@@ -139,8 +139,7 @@ def _is_session(directory: int) -> bool:
     """By the names alone: a directory of other files may be long."""
     with os.scandir(directory) as entries:
         return any(
-            entry.name == "session.json" or entry.name.startswith(_LAYER_PREFIX)
-            for entry in entries
+            entry.name == "session.json" or entry.name.startswith(LAYER_PREFIX) for entry in entries
         )
 
 

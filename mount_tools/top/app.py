@@ -29,6 +29,7 @@ _BUDGET_SHARE = 0.25
 _ROWS_MAX = 500
 _ACTIONS_MAX = 16
 _BORDER = 2
+_TALL = 24
 
 _HELP = """\
 [b]↑ ↓ PgUp PgDn[/b]  choose a session
@@ -47,7 +48,8 @@ _HELP = """\
        written: of files, after compression
        to device: with all that belongs to it
 [b]ring[/b]   each character some segments, the higher the more is live
-       [black on green]▶[/] the log goes on here, then [green]▹[/]; a mount replays from [black on yellow]◀[/]
+       [black on green]▶[/] the log goes on here, then [green]▹[/]
+       [black on yellow]◀[/] a mount would replay from here
        · free, _ dead, which two checkpoints make free
 """
 
@@ -94,7 +96,7 @@ class TopApp(App[None]):
         (0, "-slim"), (72, "-narrow"), (108, "-wide"),
     ]  # fmt: skip
     VERTICAL_BREAKPOINTS = [  # noqa: RUF012
-        (0, "-flat"), (16, "-short"), (24, "-tall"),
+        (0, "-flat"), (16, "-short"), (_TALL, "-tall"),
     ]  # fmt: skip
     CSS = """
     #head, #message { height: 1; padding: 0 1; }
@@ -102,7 +104,8 @@ class TopApp(App[None]):
     #panels { height: 9; grid-size: 3 1; grid-columns: 13fr 14fr 11fr; }
     #ring { height: auto; }
     .panel { border: round $primary; border-title-color: $accent; padding: 0 1; height: 9; }
-    #sessions { height: 1fr; border: round $primary; border-title-color: $accent; }
+    #sessions { height: 1fr; border: round $primary; border-title-color: $accent;
+                scrollbar-size-horizontal: 0; }
     #sessions > .datatable--header { background: $panel; text-style: bold; }
     #filter { height: 1; border: none; padding: 0 1; display: none; }
     #filter.shown { display: block; }
@@ -224,7 +227,7 @@ class TopApp(App[None]):
     def _draw_ring(self, seen: Seen) -> None:
         width = self._ring.content_size.width
         if width:
-            lines = panels.ring(seen.segments, width)
+            lines = panels.ring(seen.segments, width, 1 if self.size.height < _TALL else 3)
             self._ring.styles.height = len(lines) + _BORDER
             self._ring.update(panels.joined(lines))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from mount_tools.bars import Spread, bar, columns
+from mount_tools.bars import Spread, bar, columns, heat_share
 from mount_tools.common import format_age, format_size, printable
 from mount_tools.segments import FREE, Segments
 from mount_tools.top.history import History, Rates, amplification
@@ -140,10 +140,9 @@ def tier_style(tier: str | None) -> str:
 
 
 def heat_bar(heat: float, hottest: float, width: int) -> Text:
-    """By the logarithm, over three decades: heat falls as 1 / age."""
-    share = 1 + np.log10(heat / hottest) / 3 if heat > 0 and hottest > 0 else 0.0
+    share = heat_share(heat, hottest)
     style = "bright_red" if share > 0.85 else "red" if share > 0.6 else "yellow"
-    return Text(bar(float(share), width), style)
+    return Text(bar(share, width), style)
 
 
 # -- details

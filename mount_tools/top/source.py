@@ -89,6 +89,8 @@ class Source:
             )
         except PermissionError:
             return Trouble(f"{where} belongs to another user; run as its owner")
+        except FileNotFoundError:
+            return Trouble(f"the daemon of {where} is of an earlier release: mount it again")
         except OSError as failure:
             if failure.errno in _DEAD:
                 return Trouble(f"its daemon has ended; mount it again with: {self._mount_command}")

@@ -7,10 +7,10 @@ from fnmatch import fnmatchcase
 
 from rich.text import Text
 
-from mount_tools.common import format_size, printable
+from mount_tools.common import printable
 from mount_tools.selection import Order, arranged
 from mount_tools.sessions import ratio
-from mount_tools.top.panels import age, heat_bar, tier_style
+from mount_tools.top.panels import age, heat_bar, short_size, tier_style
 from mount_tools.top.source import Row
 
 HEAT_WIDTH = 8
@@ -73,8 +73,8 @@ def cells(row: Row, hottest: float) -> list[Text]:
         name = f"…{name[1 - _NAME_MAX :]}"
     texts = [
         Text("-" if row.tokens is None else str(row.tokens)),
-        Text("-" if row.size is None else format_size(row.size)),
-        Text(format_size(row.stored)),
+        Text("-" if row.size is None else short_size(row.size)),
+        Text(short_size(row.stored)),
         Text("-" if shrunk is None else f"{shrunk:.2f}"),
     ]
     for text in texts:
@@ -84,7 +84,7 @@ def cells(row: Row, hottest: float) -> list[Text]:
         Text(name, "bold"),
         *texts,
         Text(row.tier or "-", tier_style(row.tier)),
-        Text(format_size(row.warm) if row.warm else "-", justify="right"),
+        Text(short_size(row.warm) if row.warm else "-", justify="right"),
         heat_bar(row.heat, hottest, HEAT_WIDTH),
         Text(age(row.last_use), justify="right"),
         Text(printable(row.model or "-"), "grey62"),
