@@ -71,7 +71,9 @@ def format_size(size: float) -> str:
 def describe_os_error(failure: OSError) -> str:
     """An OSError as one line, without Python's brackets."""
     reason = failure.strerror or str(failure)
-    return reason if failure.filename is None else f"{os.fsdecode(failure.filename)}: {reason}"
+    if failure.filename is None or isinstance(failure.filename, int):  # a descriptor
+        return reason
+    return f"{os.fsdecode(failure.filename)}: {reason}"
 
 
 def say(message: str) -> None:

@@ -158,6 +158,7 @@ def _plotter(path: Path) -> Callable[[Sequence[HeatRow]], None]:
     figure_class = figure_for(path)
 
     def draw(rows: Sequence[HeatRow]) -> None:
+        from matplotlib import colormaps
         from matplotlib.colors import LogNorm
 
         layers = max((len(row.layers) for row in rows), default=0)
@@ -166,15 +167,15 @@ def _plotter(path: Path) -> Callable[[Sequence[HeatRow]], None]:
         heats = np.full((len(rows), layers), np.nan)
         for at, row in enumerate(rows):
             heats[at, : len(row.layers)] = list(row.layers.values())
-        heats[heats == 0] = np.nan
+        most = max((heat for row in rows for heat in row.layers.values()), default=0) or 1.0
+        heats[heats == 0] = most / 1e9
         figure = figure_class(
             figsize=(6 + layers / 10, 2 + len(rows) / 5), layout="constrained", dpi=120
         )
         axes = figure.subplots()
-        axes.set_facecolor("0.9")
-        most = np.nanmax(heats) if not np.isnan(heats).all() else 1.0
         image = axes.imshow(
-            heats, aspect="auto", interpolation="nearest", cmap="inferno",
+            heats, aspect="auto", interpolation="nearest",
+            cmap=colormaps["inferno"].with_extremes(under="0.85", bad="white"),
             norm=LogNorm(most / 1000, most),
         )  # fmt: skip
         axes.set_yticks(range(len(rows)), [_label(row.name) for row in rows], fontsize=8)

@@ -18,7 +18,7 @@ from textual.message import Message
 from textual.screen import ModalScreen
 from textual.widgets import DataTable, Footer, Input, Static
 
-from mount_tools.common import describe_os_error, printable
+from mount_tools.common import CommandError, describe_os_error, printable
 from mount_tools.selection import Order
 from mount_tools.top import panels
 from mount_tools.top.history import History
@@ -188,8 +188,8 @@ class TopApp(App[None]):
             action = self._actions.get()
             try:
                 self.post_message(_Acted(action(), failed=False))
-            except OSError as failure:
-                self.post_message(_Acted(describe_os_error(failure), failed=True))
+            except CommandError as failure:
+                self.post_message(_Acted(str(failure), failed=True))
 
     # -- what is shown
 
@@ -298,7 +298,10 @@ class TopApp(App[None]):
 
     def _change(self, session: str, name: str, value: bytes, done: str) -> None:
         def action() -> str:
-            set_xattr(self._source.mountpoint, session, name, value)
+            try:
+                set_xattr(self._source.mountpoint, session, name, value)
+            except OSError as failure:
+                raise CommandError(f"{session}: {describe_os_error(failure)}") from None
             return f"{session} {done}"
 
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
-from mount_tools.bars import Spread, bar, columns, heat_share
+from mount_tools.bars import Spread, bar, column, columns, heat_share
 from mount_tools.common import format_age, format_size, printable
 from mount_tools.segments import FREE, Segments
 from mount_tools.top.history import History, Rates, amplification
@@ -223,7 +223,7 @@ def _cell(live_pct: float, free_share: float) -> tuple[str, str]:
     if live_pct <= 0:
         return "_", _DIM
     style = "bright_cyan" if live_pct > 85 else "cyan" if live_pct > 50 else "blue"
-    return columns([live_pct, 100])[0], style
+    return column(live_pct / 100), style
 
 
 def _ring_facts(segments: Segments) -> Text:
