@@ -19,7 +19,7 @@ LAYERS = {"agent-1": 2, "team/agent-2": 60, "$x^$ 1": 1}
 
 @pytest.fixture(scope="module")
 def mounter(fuse: None) -> Iterator[Mounter]:
-    """Of three sessions all were used once, one layer twice since."""
+    """Of three sessions all were used once, one layer ten times since."""
     made = Mounter("128M")
     try:
         made.mount()
@@ -27,7 +27,7 @@ def mounter(fuse: None) -> Iterator[Mounter]:
             make_session(made.mountpoint / name, layers)
         (made.mountpoint / "notes").mkdir()
         with (made.mountpoint / "agent-1" / "layer.001").open("r+b") as file:
-            for _ in range(2):
+            for _ in range(10):
                 file.write(bytes(4096))
                 file.flush()
         sync(made.mountpoint)

@@ -325,7 +325,7 @@ def test_extents_cover_the_file(mounter: Mounter) -> None:
     layer = mounter.mountpoint / "agent-1" / "layer.000"
     document = json.loads(kvfs("stat", layer, "--extents", "--json").stdout)
     assert sum(extent["length"] for extent in document["extents"]) == document["size"]
-    table = kvfs("stat", layer, "--extents").stdout.split("\n\n")[1].splitlines()
+    table = kvfs("stat", layer, "--extents").stdout.split("\n\n")[-1].splitlines()
     assert table[0].split() == ["offset", "length", "stored", "codec", "address"]
     assert len(table) == 1 + len(document["extents"])
 
