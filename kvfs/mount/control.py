@@ -47,7 +47,7 @@ _DIGITS_MAX = 12
 # An answer does not hold all extents of a large file: so much of it is looked at at once.
 _EXTENTS_WINDOW = 64 * 1024 * 1024
 _PLACE_DIGITS_MAX = 18
-_SESSIONS_AT_ONCE = 64
+_SESSIONS_AT_ONCE = 32
 
 # What setting these does: a fork of that name beside it; into the warm tier; out of it.
 FORK = PREFIX + b"fork"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -26,6 +27,7 @@ from mount_tools.top.source import Row, Seen, Source, Trouble, set_xattr
 from mount_tools.top.table import COLUMNS, View, cells
 
 _BUDGET_SHARE = 0.25
+_PAUSE_LOOKS = 3  # at least so long after a look as it took, times this
 _ROWS_MAX = 500
 _ACTIONS_MAX = 16
 _BORDER = 2
@@ -180,8 +182,13 @@ class TopApp(App[None]):
     def _look(self) -> None:
         budget = self._interval * _BUDGET_SHARE
         while not self._ended.is_set():
-            self.post_message(_Looked(self._source.look(budget)))
-            self._ended.wait(self._interval)
+            started = time.monotonic()
+            found = self._source.look(budget)
+            self.post_message(_Looked(found))
+            took = time.monotonic() - started
+            # The more sessions there are, the more work it is for the daemon too.
+            pause = took * _PAUSE_LOOKS if isinstance(found, Seen) else 0.0
+            self._ended.wait(max(self._interval, pause))
 
     def _act(self) -> None:
         while True:
