@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from mount_tools.arguments import complete_mountpoint
 from mount_tools.bars import Spread, bar, column, heat_share
 from mount_tools.common import (
     CommandError,
@@ -51,7 +52,12 @@ class HeatRow:
 def heatmap(
     path: Annotated[
         Path,
-        typer.Argument(parser=parse_path, metavar="MNT", help="A mountpoint or a directory in it."),
+        typer.Argument(
+            parser=parse_path,
+            metavar="MNT",
+            help="A mountpoint or a directory in it.",
+            autocompletion=complete_mountpoint,
+        ),
     ],
     plot: Annotated[
         Path | None,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mount_tools.common import CommandError, parse_path
+from mount_tools.arguments import Mountpoint
+from mount_tools.common import CommandError
 from mount_tools.selection import Order
 from mount_tools.sessions import locate
 from mount_tools.top.frame import print_frame
@@ -21,9 +21,7 @@ _ONCE_BUDGET_SECONDS = 10.0
 
 
 def top(
-    mountpoint: Annotated[
-        Path, typer.Argument(parser=parse_path, metavar="MNT", help="A mountpoint.")
-    ],
+    mountpoint: Mountpoint,
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame, as is done where it is no terminal.")
     ] = False,

@@ -42,6 +42,7 @@ def test_mountpoints(mounter: Mounter) -> None:
     assert offered("ls", mountpoint[:-1]) == []
     mounter.mount()
     for verb in ("umount", "ls", "stat", "log", "scrub", "bench"):
+    for verb in ("umount", "ls", "stat", "log", "scrub", "top", "heatmap"):
         assert offered(verb, mountpoint[:-1]) == [mountpoint]
 
 
