@@ -17,6 +17,7 @@ from kvfs.engine.ring import Geometry
 from kvfs.mount.mounts import Mount
 from mount_tools import ls as ls_module
 from mount_tools.common import CommandError
+from mount_tools.main import app
 from mount_tools.segments import read_segments
 from tests.conftest import MounterMaker
 from tests.support.command import error_line
@@ -145,14 +146,19 @@ def test_without_a_mountpoint_the_only_one_is_taken(
     ],
 )
 def test_sessions_are_sorted_and_filtered(
-    mounter: Mounter, arguments: tuple[str, ...], names: list[str]
+    mounter: Mounter,
+    arguments: tuple[str, ...],
+    names: list[str],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     pinned = mounter.mountpoint / "agent-1"
     os.setxattr(pinned, "user.kvfs.pin", b"1")
     try:
-        listed = json.loads(kvfs("ls", mounter.mountpoint, "--json", *arguments).stdout)
+        command = ["ls", str(mounter.mountpoint), "--json", *arguments]
+        app(command, standalone_mode=False)
     finally:
         os.removexattr(pinned, "user.kvfs.pin")
+    listed = json.loads(capsys.readouterr().out)
     assert [session["name"] for session in listed] == names
     assert [session["pinned"] for session in listed] == [name == "agent-1" for name in names]
 

@@ -101,7 +101,7 @@ def xattr(path: Path, name: str) -> str:
 
 def test_sessions_tiers_rates_latencies_and_the_ring_are_shown(mounter: Mounter) -> None:
     async def scenario(app: TopApp, pilot: Pilot[None]) -> None:
-        await until_shown(app, pilot, "agent-3")
+        await until_shown(app, pilot, "771.9K")
         text = screen_text(app)
         for word in ("tiers", "rates", "latency", "ring", "head", "tail", "4 of 4 sessions"):
             assert word in text
@@ -190,7 +190,7 @@ def shown_names(app: TopApp) -> list[str]:
 
 def test_rows_are_sorted_and_filtered_and_the_chosen_one_stays_so(mounter: Mounter) -> None:
     async def scenario(app: TopApp, pilot: Pilot[None]) -> None:
-        await until_shown(app, pilot, "agent-3")
+        await until_shown(app, pilot, "771.9K")
         by_name = ["[bold]", "agent-1", "agent-2", "agent-3"]
         await until(pilot, lambda: shown_names(app) == by_name, "not by name")
         await pilot.press("down")
