@@ -7,13 +7,16 @@ import asyncio
 import html
 import mmap
 import os
+import pty
 import re
+import shutil
 import signal
 import subprocess
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from textual.pilot import Pilot
 
 from mount_tools.common import CommandError
 from mount_tools.selection import Order
+from mount_tools.top import panels
 from mount_tools.top.app import TopApp
 from mount_tools.top.history import History
 from mount_tools.top.source import Asker, Row, Seen, Source
@@ -69,16 +73,23 @@ def screen_text(app: TopApp) -> str:
 Scenario = Callable[[TopApp, "Pilot[None]"], Awaitable[None]]
 
 
-def watch(mounter: Mounter, scenario: Scenario, size: tuple[int, int] = WIDE) -> TopApp:
+def watch(mounter: Mounter, scenario: Scenario, interval: float = 0.2) -> TopApp:
     """Run the view of a mount, with a scenario at its keys."""
-    app = TopApp(Source(mounter.mountpoint, str(mounter.image)), View(Order.NAME), 0.2)
+    app = TopApp(Source(mounter.mountpoint, str(mounter.image)), View(Order.NAME), interval)
 
     async def session() -> None:
-        async with app.run_test(size=size) as pilot:
+        async with app.run_test(size=WIDE) as pilot:
             await scenario(app, pilot)
 
     asyncio.run(session())
     return app
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], bool], what: str) -> None:
@@ -266,19 +277,49 @@ def test_it_outlives_a_mount_that_hangs_dies_and_comes_back(make_mounter: Mounte
     watch(mounter, scenario)
 
 
-def test_what_a_key_cannot_do_is_one_line(make_mounter: MounterMaker) -> None:
-    mounter = make_mounter("64M")
-    mounter.mount()
-    make_session(mounter.mountpoint / "agent-1")
-    mounter.umount()
-    mounter.mount("-o", "ro")
+def test_what_a_key_cannot_do_is_one_line(mounter: Mounter) -> None:
+    session = mounter.mountpoint / "gone"
+    make_session(session)
 
     async def scenario(app: TopApp, pilot: Pilot[None]) -> None:
-        await until_shown(app, pilot, "read-only")
+        await until_shown(app, pilot, "gone")
+        await pilot.press("slash", *"gone", "enter")
+        await until_shown(app, pilot, "1 of 5 sessions")
+        shutil.rmtree(session)
         await pilot.press("p")
-        await until_shown(app, pilot, "Read-only file system")
+        await until_shown(app, pilot, "No such file or directory")
 
-    watch(mounter, scenario)
+    watch(mounter, scenario, interval=SECONDS)
+
+
+def test_it_ends_on_a_terminal_also_while_the_mount_hangs(mounter: Mounter) -> None:
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    process = subprocess.Popen(
+        [KVFS, "top", mounter.mountpoint, "--interval", "0.2"],
+        stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, "TERM": "xterm-256color"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = bytearray()
+
+    def output() -> bytearray:
+        with suppress(OSError):  # nothing more yet, or for ever
+            while True:
+                shown.extend(os.read(ours, 65536))
+        return shown
+
+    try:
+        wait_for(lambda: b"agent-2" in output(), "no sessions are shown")
+        os.kill(mounter.pid, signal.SIGSTOP)
+        wait_for(lambda: b"does not answer" in output(), "that it hangs is not shown")
+        os.write(ours, b"q")
+        wait_for(lambda: output() and process.poll() is not None, "it does not end")
+        assert process.returncode == 0
+    finally:
+        os.kill(mounter.pid, signal.SIGCONT)
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 # -- one frame
@@ -328,6 +369,14 @@ def test_without_textual_one_line_says_what_to_install(mounter: Mounter, tmp_pat
         check=False, capture_output=True, text=True, env=environment, timeout=COMMAND_SECONDS,
     )  # fmt: skip
     assert "install it with: pip install 'kvfs[top]'" in run.stdout
+
+
+def test_what_is_wrong_with_a_mount_is_in_the_head(mounter: Mounter) -> None:
+    stats = mounter.stats()
+    assert panels.problems(stats) == []
+    assert panels.problems(stats | {"read_only": True}) == ["read-only"]
+    wrong = stats | {"read_only": True, "damage": "x", "failure": "y"}
+    assert panels.problems(wrong) == ["DAMAGED: x", "THE DEVICE FAILS: y"]
 
 
 # -- looks
@@ -381,9 +430,7 @@ def test_what_changed_of_a_session_is_found_out_anew(mounter: Mounter) -> None:
     cold = row_of(look(source), "agent-2")
     assert (cold.tier, cold.warm) == ("cold", 0)
     os.setxattr(session, "user.kvfs.prefetch", b"1")
-    end = time.monotonic() + SECONDS
-    while row_of(look(source), "agent-2").tier != "warm":
-        assert time.monotonic() < end
+    wait_for(lambda: row_of(look(source), "agent-2").tier == "warm", "it is not brought in")
 
 
 def test_without_time_for_details_sessions_are_shown_all_the_same(mounter: Mounter) -> None:
