@@ -95,7 +95,7 @@ class Source:
             if failure.errno in _DEAD:
                 return Trouble(f"its daemon has ended; mount it again with: {self._mount_command}")
             return Trouble(describe_os_error(failure))
-        except (ValueError, KeyError) as failure:
+        except (ValueError, KeyError, TypeError) as failure:
             return Trouble(f"{where} tells what this kvfs does not know: {failure!r}")
 
     @property
@@ -191,6 +191,9 @@ class Asker:
 
 
 def set_xattr(mountpoint: Path, session: str, name: str, value: bytes) -> None:
-    """`user.kvfs.NAME` of a session. Raises OSError."""
+    """`user.kvfs.NAME` of a session. Raises OSError, also ENOTCONN where nothing is mounted: what
+    is below the mountpoint is none of ours."""
+    if find_mount(mountpoint) is None:
+        raise OSError(errno.ENOTCONN, "it is not mounted")
     with opened(mountpoint / session) as fd:
         os.setxattr(fd, f"user.kvfs.{name}", value)
