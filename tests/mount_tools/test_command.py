@@ -10,8 +10,19 @@ from mount_tools.common import format_age, format_size, parse_age, parse_size, p
 from tests.support.command import error_line
 from tests.support.mounter import kvfs
 
-VERBS = ("mkfs", "mount", "umount", "fsck", "ls", "stat", "profile", "replay", "monitoring")
-VERBS = ("mkfs", "mount", "umount", "fsck", "ls", "stat", "profile", "replay", "top", "heatmap")
+VERBS = (
+    "mkfs",
+    "mount",
+    "umount",
+    "fsck",
+    "ls",
+    "stat",
+    "profile",
+    "replay",
+    "monitoring",
+    "top",
+    "heatmap",
+)
 
 
 def test_the_version_is_that_of_the_package() -> None:
