@@ -20,6 +20,9 @@ _UNITS = ("", "K", "M", "G", "T", "P")
 _SIZE_MAX = 2**62  # as of a file
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE)
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
+_AGE = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*([smhd]?)", re.IGNORECASE)
+
 
 class CommandError(Exception):
     """The command cannot do it; the message says in one line why and what to do."""
@@ -32,6 +35,22 @@ def parse_size(text: str) -> int:
     if size > _SIZE_MAX:
         raise typer.BadParameter(f"{text!r} is not a size: give it as 4096, 64M or 1.5G")
     return int(size)
+
+
+def parse_age(text: str) -> float:
+    """`90`, `15m`, `1.5h` or `7d` as seconds."""
+    match = _AGE.fullmatch(text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a time: give it as 30s, 15m, 1h or 7d")
+    return float(match[1]) * _SECONDS[match[2].lower() or "s"]
+
+
+def format_age(seconds: float) -> str:
+    """For people, in one unit: `12s`, `3m`, `5h`, `9d`."""
+    for unit, length in reversed(_SECONDS.items()):
+        if seconds >= length:
+            return f"{int(seconds / length)}{unit}"
+    return "0s"
 
 
 def parse_path(text: str) -> Path:
@@ -52,7 +71,9 @@ def format_size(size: float) -> str:
 def describe_os_error(failure: OSError) -> str:
     """An OSError as one line, without Python's brackets."""
     reason = failure.strerror or str(failure)
-    return reason if failure.filename is None else f"{os.fsdecode(failure.filename)}: {reason}"
+    if failure.filename is None or isinstance(failure.filename, int):  # a descriptor
+        return reason
+    return f"{os.fsdecode(failure.filename)}: {reason}"
 
 
 def say(message: str) -> None:

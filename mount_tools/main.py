@@ -15,6 +15,7 @@ from mount_tools import (
     export,
     fork,
     fsck,
+    heatmap,
     import_,
     log,
     ls,
@@ -27,6 +28,7 @@ from mount_tools import (
     scrub,
     send,
     stat,
+    top,
     umount,
 )
 from mount_tools.common import CommandError, describe_os_error, say, warn
@@ -47,6 +49,8 @@ app.command()(fsck.fsck)
 app.command()(scrub.scrub)
 app.command()(ls.ls)
 app.command()(stat.stat)
+app.command()(top.top)
+app.command()(heatmap.heatmap)
 app.command()(fork.fork)
 app.command()(export.export)
 app.command("import")(import_.import_)

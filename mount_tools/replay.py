@@ -16,7 +16,8 @@ from kvfs.engine.policy import Hint, Policy
 from kvfs.tiers.gittins import GittinsPolicy
 from kvfs.tiers.policy import LRU, S3FIFO, HeatPolicy
 from kvfs.tiers.replay import Foreknowledge, Replay, Trace
-from mount_tools.common import CommandError, parse_path, print_json, print_table, say
+from mount_tools.common import parse_path, print_json, print_table, say
+from mount_tools.plots import figure_for
 from mount_tools.traces import read_trace
 
 _SIZES_PCT = (1.0, 5.0, 10.0)
@@ -182,20 +183,10 @@ def _share(ratios: Mapping[tuple[str, float], float], size: float) -> str:
 
 
 def _plotter(path: Path) -> Callable[[Sequence[Result]], None]:
-    """Asked for before the work begins: what is missing is told at once."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise CommandError(
-            "--plot needs matplotlib; install it with: pip install 'kvfs[plot]'"
-        ) from None
-    if path.suffix.lower() != ".png":
-        raise CommandError(f"{path} cannot be drawn: give it a name that ends in .png")
-    if not path.parent.is_dir():
-        raise CommandError(f"{path.parent} is no directory: --plot writes no file there")
+    figure_class = figure_for(path)
 
     def draw(results: Sequence[Result]) -> None:
-        axes = (figure := Figure(figsize=(8, 5), layout="constrained")).subplots()
+        axes = (figure := figure_class(figsize=(8, 5), layout="constrained")).subplots()
         for policy in dict.fromkeys(result.policy for result in results):
             points = [(r.cache_pct, r.hit_ratio) for r in results if r.policy == policy]
             axes.plot(*zip(*points, strict=True), marker="o", label=policy)

@@ -17,7 +17,7 @@ from mount_tools.paths import opened
 
 _DIRECTORIES_MAX = 100_000
 _TOKEN_BYTES = 4
-_LAYER_PREFIX = "layer."
+LAYER_PREFIX = "layer."
 _BLOCK_UNIT = 512
 
 
@@ -34,7 +34,7 @@ class File:
 @dataclass(frozen=True, slots=True)
 class Session:
     """A directory with a KV cache. `tokens` and `model` are None where nothing says so; `tier`
-    is warm, cold or mixed."""
+    is warm, cold or mixed; `heat` as of all uses of the mount up to now."""
 
     path: Path
     name: str
@@ -45,6 +45,8 @@ class Session:
     last_use: float
     model: str | None
     tier: str | None
+    heat: float | None
+    pinned: bool
     files: list[File]
 
     def as_json(self) -> dict[str, Any]:
@@ -96,17 +98,20 @@ def read_session(directory: Path, name: str) -> Session | None:
             return None
         files = sorted(_files_in(fd), key=lambda file: file.name)
         model, tier = read_xattr(fd, "model"), read_xattr(fd, "tier")
+        heat, pin = read_xattr(fd, "heat"), read_xattr(fd, "pin")
     by_name = {file.name: file for file in files}
     return Session(
         path=directory,
         name=name if name != "." else directory.name,
         tokens=by_name["tokens"].size // _TOKEN_BYTES if "tokens" in by_name else None,
-        layers=sum(file.name.startswith(_LAYER_PREFIX) for file in files),
+        layers=sum(file.name.startswith(LAYER_PREFIX) for file in files),
         size=sum(file.size for file in files),
         stored=sum(file.stored for file in files),
         last_use=max((file.last_use for file in files), default=0),
         model=model,
         tier=tier,
+        heat=None if heat is None else float(heat),
+        pinned=pin == "1",
         files=files,
     )
 
@@ -134,8 +139,7 @@ def _is_session(directory: int) -> bool:
     """By the names alone: a directory of other files may be long."""
     with os.scandir(directory) as entries:
         return any(
-            entry.name == "session.json" or entry.name.startswith(_LAYER_PREFIX)
-            for entry in entries
+            entry.name == "session.json" or entry.name.startswith(LAYER_PREFIX) for entry in entries
         )
 
 

@@ -26,8 +26,10 @@ from mount_tools.common import (
     print_json,
     print_table,
 )
-from mount_tools.mountpoints import read_stats
+from mount_tools.layout import Layout, Part, layout_of, ring_line
+from mount_tools.mountpoints import answered, read_stats
 from mount_tools.paths import opened
+from mount_tools.segments import Segments, read_segments
 from mount_tools.sessions import (
     Session,
     locate,
@@ -51,6 +53,8 @@ _BYTE_COUNTS = {
     "unsaved",
     "payload_written",
     "device_written",
+    "payload_read",
+    "device_read",
     "limit",
     "taken",
     "leased",
@@ -62,6 +66,9 @@ _BYTE_COUNTS = {
     "right_bytes",
     "wrong_bytes",
 }
+_RING_WIDTH = 64
+_RANGES_SHOWN = 12
+_PART_COLUMNS = ("segment", "stored", "of the file", "extents", "live of it")
 _EXTENT_COLUMNS = ("offset", "length", "stored", "codec", "address")
 
 
@@ -76,11 +83,16 @@ def stat(
         ),
     ],
     extents: Annotated[
-        bool, typer.Option("--extents", help="Show where the bytes of a file are in the ring.")
+        bool,
+        typer.Option(
+            "--extents",
+            help="List the extents of a file, and the segments of the ring they are in.",
+        ),
     ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show a mount's state and counters, a session, or a layer with its first values.
+    """Show a mount's state and counters, a session, or a layer: its first values, and where it
+    lies in the ring.
 
     \b
     Examples:
@@ -96,7 +108,7 @@ def stat(
     elif path.is_dir():
         _show_session(path, json_output)
     elif path.is_file():
-        _show_file(path, extents, json_output)
+        _show_file(path, mount.mountpoint, extents, json_output)
     else:
         raise CommandError(f"{path} is neither a directory nor a regular file")
 
@@ -208,10 +220,12 @@ class LayerFile:
     tokens: int | None
     first_values: dict[str, list[float]]
     extents: list[dict[str, Any]]
+    layout: Layout
 
 
-def _show_file(path: Path, with_extents: bool, json_output: bool) -> None:
-    layer = _read_file(path)
+def _show_file(path: Path, mountpoint: Path, with_extents: bool, json_output: bool) -> None:
+    segments = _segments(mountpoint)
+    layer = _read_file(path, segments)
     if json_output:
         document = asdict(layer) | {"path": str(path), "kind": "file"}
         document["ratio"] = ratio(layer.size, layer.stored)
@@ -219,14 +233,25 @@ def _show_file(path: Path, with_extents: bool, json_output: bool) -> None:
             del document["extents"]
         print_json(document)
         return
-    print_facts(_file_facts(layer))
+    print_facts([*_file_facts(layer), *_layout_facts(layer.layout, segments)])
     if with_extents:
+        if layer.layout.parts:
+            typer.echo()
+            print_table(_PART_COLUMNS, map(_part_row, layer.layout.parts), _PART_COLUMNS)
         typer.echo()
         rows = [[str(extent[column]) for column in _EXTENT_COLUMNS] for extent in layer.extents]
         print_table(_EXTENT_COLUMNS, rows, ("offset", "length", "stored", "address"))
 
 
-def _read_file(path: Path) -> LayerFile:
+def _segments(mountpoint: Path) -> Segments | None:
+    """None for who may not see how the ring is filled, and where the daemon is older than this."""
+    try:
+        return answered(mountpoint, lambda: read_segments(mountpoint))
+    except (PermissionError, FileNotFoundError):
+        return None
+
+
+def _read_file(path: Path, segments: Segments | None) -> LayerFile:
     status = path.stat()
     extents = list(extents_of(path))
     dtype, shape = read_xattr(path, "dtype"), _parse_shape(read_xattr(path, "shape"))
@@ -243,6 +268,7 @@ def _read_file(path: Path) -> LayerFile:
         tokens=status.st_size // row_bytes if row_bytes else None,
         first_values=_first_values(path, dtype, shape),
         extents=extents,
+        layout=layout_of(extents, segments),
     )
 
 
@@ -262,6 +288,40 @@ def _file_facts(layer: LayerFile) -> Iterator[tuple[str, str]]:
         yield "tokens", str(layer.tokens)
     for name, values in layer.first_values.items():
         yield name, " ".join(f"{value:.6g}" for value in values)
+
+
+def _layout_facts(layout: Layout, segments: Segments | None) -> Iterator[tuple[str, str]]:
+    if not layout.extents:
+        return
+    runs = "one run" if layout.runs == 1 else f"{layout.runs} runs"
+    largest = f", the longest {format_size(layout.largest_run)}" if layout.runs > 1 else ""
+    yield "in the ring", f"{layout.extents} extents in {runs}{largest}"
+    if segments is not None and layout.parts is not None:
+        numbers = [part.segment for part in layout.parts]
+        yield "segments", f"{len(numbers)} of {segments.count}: {_ranges(numbers)}"
+        yield "ring", f"[{ring_line(layout, segments, _RING_WIDTH)}]"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Of rising numbers: `3-7, 9`, at most so many."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(a) if a == b else f"{a}-{b}" for a, b in ranges[:_RANGES_SHOWN]]
+    return ", ".join([*shown, *(["..."] if len(ranges) > _RANGES_SHOWN else [])])
+
+
+def _part_row(part: Part) -> list[str]:
+    return [
+        str(part.segment),
+        format_size(part.stored),
+        f"{part.share:.1%}",
+        str(part.extents),
+        f"{part.live_pct} %",
+    ]
 
 
 def _parse_shape(text: str | None) -> list[int] | None:

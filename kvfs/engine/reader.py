@@ -77,6 +77,15 @@ class ReadErrors:
     checksum: int = 0
 
 
+@dataclass(slots=True)
+class ReadCounters:
+    """Since the store was opened, in bytes: what was read of files, wherever it lay, and what
+    was read from the device for them."""
+
+    payload_read: int = 0
+    device_read: int = 0
+
+
 class ExtentReader:
     """A bounded cache of decoded extents over the device, and under what `buffer` holds of
     them. `cache_size` in bytes; `reads` is how many reads are under way; `asked_for` counts the
@@ -103,6 +112,7 @@ class ExtentReader:
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._by_extent: dict[int, Chunk] = {}
         self.errors = ReadErrors()
+        self.counters = ReadCounters()
         self._rotten: LRUCache[int, None] = LRUCache(_ROTTEN_MAX)
         self.latencies = Latencies()
         self.asked_for = 0
@@ -148,6 +158,7 @@ class ExtentReader:
         scratch, buffers = self._read_where(targets)
         address = targets[0].extent.address
         self._ring.pin(address)
+        self.counters.device_read += targets[-1].extent.blocks_end - address
         in_place = all(target.memory is at for target, at in zip(targets, buffers, strict=True))
         use = _ReadInto(self._device, targets, buffers, self._vault)
         read = Read(self._device, address, buffers, use, in_place, use.salvage)
@@ -237,7 +248,8 @@ class ExtentReader:
         read = Read(self._device, first, [into[: end - first]], use, raw, use.salvage)
         chunk.read = self._executor.submit(read)
         self.reads.began(chunk.read)
-        self.asked_for += extents[-1].blocks_end - extents[0].address
+        self.asked_for += end - first
+        self.counters.device_read += end - first
         chunk.users += 1
         self._chunks[id(chunk)] = chunk
         for extent in extents:

@@ -80,6 +80,16 @@ def head_size(record_count: int, item_bytes: int) -> int:
     return round_up(FrameHeader.SIZE + record_count * RecordHeader.SIZE + item_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Of each segment how many blocks are live, and whether it may be overwritten; the one that
+    `victim` would name."""
+
+    live_blocks: npt.NDArray[np.int64]
+    is_free: npt.NDArray[np.bool_]
+    victim: int | None
+
+
 @dataclass(slots=True)
 class Ring:
     """The log's head, and which segments are free.
@@ -258,8 +268,11 @@ class Ring:
         numbers = np.flatnonzero(candidates)
         if not numbers.size:
             return None
-        order = np.lexsort((self._last_sequence[numbers], live[numbers]))
-        return int(numbers[order[0]])
+        emptiest = numbers[live[numbers] == live[numbers].min()]
+        return int(emptiest[np.argmin(self._last_sequence[emptiest])])
+
+    def survey(self) -> Survey:
+        return Survey(self.liveness.live_blocks.copy(), self._free_mask(), self.victim())
 
     @property
     def dead_segments(self) -> int:

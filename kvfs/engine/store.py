@@ -26,6 +26,7 @@ from kvfs.engine.device import Device, DeviceError
 from kvfs.engine.failover import Failover
 from kvfs.engine.files import Part, Stored, extent_limit
 from kvfs.engine.format import (
+    NO_SEGMENT,
     ROOT_INODE,
     Dentry,
     Extent,
@@ -49,7 +50,7 @@ from kvfs.engine.nodes import Node, error, nearest_time
 from kvfs.engine.policy import Policy
 from kvfs.engine.reader import Chunk, ExtentReader
 from kvfs.engine.reclaim import Reclaimer
-from kvfs.engine.ring import Ring
+from kvfs.engine.ring import Ring, Survey
 from kvfs.engine.scrub import Scrub
 from kvfs.engine.space import Purpose, Space, changes, cost
 from kvfs.engine.state import CODEC_XATTR, Done
@@ -106,6 +107,19 @@ class Usage:
     available: int
     live: int
     inodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How the ring is filled. `size` of a segment in bytes; the log goes on at `head_offset` of
+    segment `head`, then in `next`; a mount would replay it from segment `tail` on."""
+
+    size: int
+    head: int
+    head_offset: int
+    next: int | None
+    tail: int
+    survey: Survey
 
 
 class Store:
@@ -368,7 +382,9 @@ class Store:
                     if isinstance(part, Stored) and self._reader.find(part.extent) is None
                 ]
                 if not missing:
-                    return self._assembler.join(parts)
+                    data = self._assembler.join(parts)
+                    self._reader.counters.payload_read += len(data)
+                    return data
                 if self._reader.reads.is_reached:
                     yield from self._reader.reads.room()
                     continue
@@ -418,6 +434,22 @@ class Store:
             space.total, min(free, space.total), min(available, space.total), live,
             self._state.nodes.count,
         )  # fmt: skip
+
+    def segments(self) -> Segments:
+        ring = self._space.ring
+        position = ring.position
+        return Segments(
+            size=ring.geometry.segment_size,
+            head=position.segment,
+            head_offset=position.offset,
+            next=None if position.next_segment == NO_SEGMENT else position.next_segment,
+            tail=self.superblock.replay.segment,
+            survey=ring.survey(),
+        )
+
+    @property
+    def free_segments(self) -> int:
+        return self._space.ring.free_segments
 
     @property
     def write_latencies(self) -> Latencies:
@@ -782,6 +814,12 @@ class Store:
         if self._space.is_short and self._space.is_worth_cleaning:
             yield from writer.clean()
             yield from writer.checkpoint()
+
+    def book_uses(self) -> Step[None]:
+        """Have `units` tell of what was used a moment ago too, unless that is very much."""
+        if not self.read_only and self.failure is None:
+            with suppress(UnreadableNode):
+                yield from self._units.book(_BOOKED_A_TICK)
 
     def _book(self) -> Step[None]:
         now = time.monotonic()

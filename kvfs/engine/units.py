@@ -73,6 +73,15 @@ class _Above:
     said: bytes | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a directory: its path, as `Units.path` gives it, and whether it is pinned, itself or
+    by one above."""
+
+    path: bytes
+    pinned: bool
+
+
 @dataclass(slots=True)
 class Units:
     """`total` tells the size of the ring in bytes. `opened` counts open files by inode;
@@ -327,27 +336,52 @@ class Units:
 
     def sessions(self) -> Step[list[Session]]:
         """Those that were used, the last used first."""
-        found = []
-        cursor = 0
-        while True:
-            batch = yield from self._records(cursor, _SCAN_ITEMS)
-            for ino, unit in batch:
-                if not unit.is_pool:
-                    found += yield from self._session(ino, unit)
-            if len(batch) < _SCAN_ITEMS:
-                return sorted(found, key=lambda session: session.used_ns, reverse=True)
-            cursor = batch[-1][0] + 1
+        found: list[Session] = []
+        cursor: int | None = 0
+        while cursor is not None:
+            batch, cursor = yield from self.some_sessions(cursor, _SCAN_ITEMS)
+            found += batch.values()
+        return sorted(found, key=lambda session: session.used_ns, reverse=True)
 
-    def _session(self, ino: int, unit: Unit) -> Step[list[Session]]:
+    def some_sessions(self, first: int, limit: int) -> Step[tuple[dict[int, Session], int | None]]:
+        """Those among the next `limit` units from the inode `first` on, by their inodes, and
+        where the next ones begin; None behind the last."""
+        batch = yield from self._records(first, limit)
+        found = {}
+        known: dict[int, _Place] = {}
+        for ino, unit in batch:
+            session = None if unit.is_pool else (yield from self._session(ino, unit, known))
+            if session is not None:
+                found[ino] = session
+        return found, batch[-1][0] + 1 if len(batch) == limit else None
+
+    def _session(self, ino: int, unit: Unit, known: dict[int, _Place]) -> Step[Session | None]:
         try:
             node = yield from self.state.nodes.node(ino)
             if not node.is_directory:
-                return []
-            path = (yield from self.path(ino)).decode(errors="surrogateescape")
-            pinned = yield from self.is_pinned(ino)
+                return None
+            place = yield from self._place(ino, known)
         except FileNotFoundError:
-            return []
-        return [Session(path, node.inode.uid, unit.stored, unit.used_ns, unit.ttl_s, pinned)]
+            return None
+        path = place.path.decode(errors="surrogateescape")
+        return Session(path, node.inode.uid, unit.stored, unit.used_ns, unit.ttl_s, place.pinned)
+
+    def _place(self, directory: int, known: dict[int, _Place]) -> Step[_Place]:
+        """Of each directory from the last known one down, once, as in `_above`."""
+        below: list[int] = []
+        while directory not in known and directory != ROOT_INODE:
+            below.append(directory)
+            directory = (yield from self.state.nodes.node(directory)).inode.parent
+        if directory not in known:
+            pin = yield from self.state.names.xattr(ROOT_INODE, PIN_XATTR)
+            known[directory] = _Place(b"", pin == b"1")
+        place = known[directory]
+        for directory in reversed(below):
+            name = (yield from self.state.nodes.node(directory)).inode.name
+            pin = yield from self.state.names.xattr(directory, PIN_XATTR)
+            path = place.path + b"/" + name if place.path else name
+            place = known[directory] = _Place(path, place.pinned if pin is None else pin == b"1")
+        return place
 
     def is_removable(self, victim: Victim, now_ns: int) -> Step[bool]:
         """Neither pinned nor open nor used since it was chosen. What is gone or no unit any

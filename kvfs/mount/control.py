@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+import numpy as np
+
 from kvfs.engine.buffer import Kept
 from kvfs.engine.codec import ITEM_SIZES, Codec, elements
 from kvfs.engine.files import Stored
-from kvfs.engine.format import FIRST_FREE_ID, ROOT_INODE, Inode
+from kvfs.engine.format import BLOCK, FIRST_FREE_ID, ROOT_INODE, Inode
 from kvfs.engine.io import Step
 from kvfs.engine.latency import Latencies
 from kvfs.engine.nodes import error
@@ -42,7 +44,10 @@ _SETTABLE: dict[bytes, Callable[[bytes], bool]] = {
     b"device_id": lambda value: value.isdigit() and len(value) <= _DIGITS_MAX,
 }
 _DIGITS_MAX = 12
+# An answer does not hold all extents of a large file: so much of it is looked at at once.
+_EXTENTS_WINDOW = 64 * 1024 * 1024
 _PLACE_DIGITS_MAX = 18
+_SESSIONS_AT_ONCE = 32
 
 # What setting these does: a fork of that name beside it; into the warm tier; out of it.
 FORK = PREFIX + b"fork"
@@ -176,32 +181,42 @@ def _extents(store: Store, ino: int, start: int) -> Step[bytes]:
     """JSON, one object an extent from the file offset `start` on: offset, length, stored,
     codec, address, id (never used twice: who has the same shares its bytes), and which byte of the
     extent is the first. Cut before 64 KiB, with a mark that says where to go on."""
-    node = yield from store.node(ino)
-    if not stat.S_ISREG(node.inode.mode):
+    if not stat.S_ISREG((yield from store.node(ino)).inode.mode):
         raise error(errno.ENODATA)
     rows: list[str] = []
     size = 2
-    at = start
-    for part in (yield from store.parts(ino, start, max(0, node.inode.size - start))):
-        if isinstance(part, Stored):
-            extent = part.extent
-            row = json.dumps(
-                {
-                    "offset": at,
-                    "length": part.length,
-                    "stored": extent.stored,
-                    "codec": Codec(extent.codec).name.lower(),
-                    "address": extent.address,
-                    "extent": extent.extent_id,
-                    "skew": part.skew,
-                }
-            )
-            size += len(row) + 2
-            if size > _XATTR_MAX - 64:
-                rows.append(json.dumps({"truncated": True, "next": at}))
-                break
-            rows.append(row)
-        at += len(part) if isinstance(part, Kept) else part.length
+    at, window = start, _EXTENTS_WINDOW
+    while at < (yield from store.node(ino)).inode.size:
+        parts = yield from store.parts(ino, at, window)
+        # A hole may be as long as a file can be.
+        is_hole = not any(isinstance(part, Stored) for part in parts)
+        window = 2 * window if is_hole else _EXTENTS_WINDOW
+        for part in parts:
+            if isinstance(part, Stored):
+                row = json.dumps(_extent(at, part))
+                size += len(row) + 2
+                if size > _XATTR_MAX - 64:
+                    rows.append(json.dumps({"truncated": True, "next": at}))
+                    return _array(rows)
+                rows.append(row)
+            at += len(part) if isinstance(part, Kept) else part.length
+    return _array(rows)
+
+
+def _extent(at: int, part: Stored) -> dict[str, Any]:
+    extent = part.extent
+    return {
+        "offset": at,
+        "length": part.length,
+        "stored": extent.stored,
+        "codec": Codec(extent.codec).name.lower(),
+        "address": extent.address,
+        "extent": extent.extent_id,
+        "skew": part.skew,
+    }
+
+
+def _array(rows: list[str]) -> bytes:
     return f"[{', '.join(rows)}]".encode()
 
 
@@ -258,8 +273,9 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "space": asdict(store.usage()),
         "segment_size": superblock.segment_size,
         "segments": superblock.segment_count,
+        "free_segments": store.free_segments,
         "unsaved": store.unsaved,
-        "counters": asdict(store.counters),
+        "counters": asdict(store.counters) | asdict(store.reader.counters),
         "errors": asdict(store.reader.errors) | {"index": store.index_errors},
         "scrub": scrubbing.status(store.scrub),
         "warm": asdict(warm.usage()) | asdict(warm.counters),
@@ -320,10 +336,48 @@ def _config(mounted: Mounted, _uid: int) -> Step[bytes]:
     yield
 
 
+def _segments(mounted: Mounted, _uid: int) -> Step[bytes]:
+    """JSON: where the log goes on, and of each segment how much is live."""
+    segments = mounted.store.segments()
+    survey = segments.survey
+    known = {
+        "size": segments.size,
+        "count": survey.live_blocks.size,
+        "free": int(np.count_nonzero(survey.is_free)),
+        "head": segments.head,
+        "head_offset": segments.head_offset,
+        "next": segments.next,
+        "tail": segments.tail,
+        "victim": survey.victim,
+    }
+    live_pct = -(-100 * survey.live_blocks // (segments.size // BLOCK))
+    live_pct[survey.is_free] = _FREE
+    listed = _LISTED[live_pct - _FREE].tobytes()[:-1].decode()
+    return f'{json.dumps(known)[:-1]}, "live_pct": [{listed}]}}\n'.encode()
+    yield
+
+
+# A number from _FREE on with the comma behind it, as JSON has it: there may be a million.
+_FREE = -1
+_LISTED = np.array([f"{n:3}," for n in range(_FREE, 101)], "S4")
+
+
 def _sessions(mounted: Mounted, uid: int) -> Step[bytes]:
     """A line of JSON for each session that was used, the last used first."""
-    sessions = yield from mounted.store.units.sessions()
-    return _lines(asdict(session) for session in sessions if _may_see(uid, session.uid))
+    store, warm = mounted.store, mounted.migration.warm
+    yield from store.book_uses()
+    lines: list[tuple[int, bytes]] = []
+    cursor: int | None = 0
+    while cursor is not None:
+        found, cursor = yield from store.units.some_sessions(cursor, _SESSIONS_AT_ONCE)
+        heats = mounted.uses.heats(found)
+        for ino, session in found.items():
+            if _may_see(uid, session.uid):
+                more = {"heat": heats[ino], "warm": warm.taken_by(ino)}
+                lines.append((session.used_ns, _lines([asdict(session) | more])))
+        yield from mounted.migration.let_others_go_on()
+    lines.sort(key=lambda line: line[0], reverse=True)
+    return b"".join(line for _, line in lines)
 
 
 def _log(mounted: Mounted, uid: int) -> Step[bytes]:
@@ -354,6 +408,7 @@ FILES = {
     b"config.toml": ControlFile(_config, 0o400),
     b"sessions": ControlFile(_sessions, 0o444),
     b"log": ControlFile(_log, 0o444),
+    b"segments": ControlFile(_segments, 0o400),
 }
 _NAMES = list(FILES)
 

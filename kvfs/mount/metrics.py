@@ -19,8 +19,8 @@ from kvfs.engine.latency import BOUNDS, Latencies
 
 _BYTES = {
     "total", "free", "available", "live", "segment_size", "unsaved", "payload_written",
-    "device_written", "carried", "reclaimed", "limit", "taken", "leased", "spare",
-    "evicted", "promoted", "taken_over",
+    "device_written", "payload_read", "device_read", "carried", "reclaimed", "limit", "taken",
+    "leased", "spare", "evicted", "promoted", "taken_over",
 }  # fmt: skip
 
 _WARM_NOW = {"limit", "taken", "leased", "spare"}
@@ -32,12 +32,15 @@ _HELP = {
     "live": "What files and their metadata take, shared bytes once",
     "inodes": "Files, directories and other inodes",
     "segments": "Segments of the ring",
+    "free_segments": "Segments that may be overwritten now",
     "segment_size": "The length of a segment",
     "epoch": "Mounts that could write, since mkfs",
     "unsaved": "Answered, and not in the ring yet",
     "operations": "Operations that changed something",
     "payload_written": "What of files went to the ring, after compression",
     "device_written": "All that went to the device",
+    "payload_read": "What was read of files through the mount",
+    "device_read": "What of files was read from the device",
     "frames": "Frames written",
     "flushes": "Flushes of the device",
     "checkpoints": "Checkpoints written",
@@ -82,7 +85,7 @@ class _Stats(Collector):
         stats = self._stats
         for name, value in stats["space"].items():
             yield GaugeMetricFamily(_name(f"space_{name}", name), _help(name), value)
-        for name in ("unsaved", "segments", "segment_size", "epoch"):
+        for name in ("unsaved", "segments", "free_segments", "segment_size", "epoch"):
             yield GaugeMetricFamily(_name(name, name), _help(name), stats[name])
         for name in ("read_only", "unrecovered", "superblock_lost", "damage", "failure"):
             yield GaugeMetricFamily(_name(name, name), _help(name), bool(stats[name]))

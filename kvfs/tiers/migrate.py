@@ -84,7 +84,7 @@ class Migration:
         for ino in files:
             with suppress(FileNotFoundError):
                 found.append((ino, (yield from self.store.node(ino)).inode.size))
-            yield from self._let_others_go_on()
+            yield from self._count_one_looked_at()
         return found
 
     def prefetch(self, ino: int) -> None:
@@ -166,7 +166,7 @@ class Migration:
         for extent_id in self.warm.extent_ids():
             if (yield from self.store.is_dead(extent_id)):
                 self.warm.forget_all([extent_id])
-            yield from self._let_others_go_on()
+            yield from self._count_one_looked_at()
 
     def _pack(self, session: int) -> Step[None]:
         try:
@@ -208,7 +208,7 @@ class Migration:
                 warm, cold = warm or not is_cold, cold or is_cold
             if warm and cold:
                 break
-            yield from self._let_others_go_on()
+            yield from self._count_one_looked_at()
         return warm, cold
 
     def map(self, ino: int) -> Step[Mapped | None]:
@@ -235,7 +235,7 @@ class Migration:
                 whole = yield from settled(partial(self._whole, entry.ino))
                 if whole is not None:
                     found[entry.name] = whole
-            yield from self._let_others_go_on()
+            yield from self._count_one_looked_at()
         lent = self.warm.show(pieces for _, pieces in found.values())
         return {
             name: Mapped(inode.ctime_ns, inode.size, segments)
@@ -320,7 +320,7 @@ class Migration:
             except FileNotFoundError:  # it was removed meanwhile
                 if one == ino:
                     raise
-            yield from self._let_others_go_on()
+            yield from self._count_one_looked_at()
         return found
 
     def _extent_ids(self, ino: int) -> Step[list[int]]:
@@ -328,7 +328,7 @@ class Migration:
         for file in (yield from self._files(ino)):
             with suppress(FileNotFoundError):  # it was removed meanwhile
                 found += yield from self.store.extent_ids(file)
-            yield from self._let_others_go_on()
+            yield from self._count_one_looked_at()
         return found
 
     def _parts(self, ino: int) -> Step[list[Part]]:
@@ -339,14 +339,18 @@ class Migration:
         except FileNotFoundError:
             return []
 
-    def _let_others_go_on(self) -> Step[None]:
+    def _count_one_looked_at(self) -> Step[None]:
         """Now and then: there may be very many files, all of them in memory."""
         self._looked_at += 1
         if self._looked_at % _LOOKED_AT_ONCE == 0:
-            # Without a thread: all of them may be waiting for the device.
-            pause = self.executor.spawn(_nothing())
-            if not pause.done:
-                yield pause
+            yield from self.let_others_go_on()
+
+    def let_others_go_on(self) -> Step[None]:
+        """Requests that came meanwhile are answered first."""
+        # Without a thread: all of them may be waiting for the device.
+        pause = self.executor.spawn(_nothing())
+        if not pause.done:
+            yield pause
 
 
 def _nothing() -> Step[None]:

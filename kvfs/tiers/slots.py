@@ -23,6 +23,9 @@ class SlotTable:
     def __len__(self) -> int:
         return len(self._slots)
 
+    def __contains__(self, key: int) -> bool:
+        return key in self._slots
+
     @property
     def size(self) -> int:
         """Above all slots: what arrays by slot must hold."""

@@ -5,7 +5,7 @@ A request only adds to a list; the rest is done for many at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,9 +50,12 @@ class _Heat:
         if len(self.slots) > _KEPT_MAX:
             self._forget_half()
 
-    def of(self, key: int) -> float:
-        slots = self.slots.find([key])
-        return float(self.map.heat(slots)[0]) if slots.size else 0.0
+    def of(self, keys: Iterable[int]) -> dict[int, float]:
+        """0 for what was not used lately."""
+        keys = list(keys)
+        known = [key for key in keys if key in self.slots]
+        heats = self.map.heat(self.slots.find(known)).tolist()
+        return dict.fromkeys(keys, 0.0) | dict(zip(known, heats, strict=True))
 
     def summary(self) -> HeatSummary:
         """Estimated from some of them, evenly taken, if there are very many. 0 is none of them."""
@@ -117,8 +120,13 @@ class Uses:
         """H of a file or of a session: the sum of 1 / (now + 1 - tick) over its last uses, a
         tick for each use of any (heat.py)."""
         self.settle()
-        return (self._sessions if is_session else self._files).of(key)
+        return (self._sessions if is_session else self._files).of([key])[key]
 
     def summary(self) -> HeatSummary:
         self.settle()
         return self._sessions.summary()
+
+    def heats(self, sessions: Iterable[int]) -> dict[int, float]:
+        """The same of many sessions."""
+        self.settle()
+        return self._sessions.of(sessions)

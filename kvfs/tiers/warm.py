@@ -311,6 +311,10 @@ class WarmTier:
         taken = self._taken + self._log.taken
         return WarmUsage(self.limit, taken, self.leases.total, self._spares.held)
 
+    def taken_by(self, session: int) -> int:
+        """What the warm files of a session take, in bytes."""
+        return sum(kvmap.taken for kvmap in self._by_unit.get(session, {}).values())
+
     def make_room(self, size: int) -> bool:
         """Give up spares, then what is clean and was not used for the longest time, until so
         many bytes may be taken, and what the log takes next. Whether they may."""

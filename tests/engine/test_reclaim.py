@@ -283,6 +283,36 @@ def test_a_fork_was_used_when_it_was_made(ring: Bench, clock: Clock) -> None:
     assert [one.path for one in run(units(ring).sessions())] == ["fork", "session"]
 
 
+def test_sessions_are_listed_in_parts_with_their_paths_and_pins(ring: Bench) -> None:
+    """A pin is inherited from the nearest directory above that has one, 0 too."""
+    team = ring.make(b"team", mode=DIRECTORY)
+    deep = ring.make(b"deep", parent=team, mode=DIRECTORY)
+    pins = {ring.find(b"team"): b"1", deep: b"0"}
+    for parent in (1, team, deep):
+        for name in (b"plain", b"pinned"):
+            ino = session(ring, name, 1000, parent)
+            if name == b"pinned":
+                pins[ino] = b"1"
+    for ino, pin in pins.items():
+        run(ring.store.set_xattr(ino, b"user.kvfs.pin", pin))
+    run(ring.store.book_uses())
+    whole = {one.path: one.pinned for one in run(units(ring).sessions())}
+    assert whole == {
+        "plain": False, "pinned": True, "team/plain": True, "team/pinned": True,
+        "team/deep/plain": False, "team/deep/pinned": True,
+    }  # fmt: skip
+    parts, cursor, count = {}, 0, 0
+    while cursor is not None:
+        found, cursor = run(units(ring).some_sessions(cursor, 2))
+        count += 1
+        for ino, one in found.items():
+            assert one.path.encode() == run(units(ring).path(ino))
+            assert one.pinned == run(units(ring).is_pinned(ino))
+            parts[one.path] = one.pinned
+    assert parts == whole
+    assert count > 3
+
+
 def test_one_that_is_too_large_to_go_at_once_does_not_keep_others(
     ring: Bench, clock: Clock
 ) -> None:

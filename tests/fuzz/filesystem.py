@@ -63,7 +63,7 @@ class Asked:
 
     def _known(self) -> list[int]:
         """Some of each kind."""
-        found = [1, 2, 3, 4, 5, 6, 7]
+        found = [1, 2, 3, 4, 5, 6, 7, 8]
         for path in ("session", "session/layer.none", "kinds", "kinds/linked", "kinds/short link"):
             ino = 1
             for name in path.split("/"):

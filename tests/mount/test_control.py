@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.mounter import Mounter
+from tests.support.sessions import sync
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-OWNERS = ["config.toml", "metrics", "stats.json"]
+MIB = 1024 * 1024
+OWNERS = ["config.toml", "metrics", "segments", "stats.json"]
 FILES = sorted([*OWNERS, "log", "sessions"])
 
 
@@ -104,6 +109,86 @@ def test_stats_tell_of_the_mount(control: Path, mounter: Mounter) -> None:
     assert stats["space"]["total"] > stats["space"]["free"] > 0
 
 
+def test_segments_tell_how_the_ring_is_filled(control: Path) -> None:
+    def told() -> dict[str, Any]:
+        document: dict[str, Any] = json.loads((control / "segments").read_text())
+        return document
+
+    fresh = told()
+    file = control.parent / "f"
+    file.write_bytes(os.urandom(40 * MIB))
+    sync(control.parent)
+    stats, segments = json.loads((control / "stats.json").read_text()), told()
+    live_pct = segments.pop("live_pct")
+    assert segments["count"] == stats["segments"] == len(live_pct)
+    assert segments["size"] == stats["segment_size"]
+    assert segments["free"] == stats["free_segments"] == live_pct.count(-1)
+    assert fresh["free"] - segments["free"] >= 40 * MIB // segments["size"] - 1
+    assert 0 < segments["head_offset"] <= segments["size"]
+    assert live_pct[segments["head"]] >= 0
+    assert segments["next"] != segments["head"] != segments["victim"]
+    live = sum(pct for pct in live_pct if pct > 0) / 100 * segments["size"]
+    rounded_up = segments["size"] / 100 * sum(pct > 0 for pct in live_pct)
+    assert live - rounded_up <= stats["space"]["live"] <= live
+    live_before = sum(max(0, pct) for pct in live_pct)
+    file.unlink()
+    end = time.monotonic() + 60
+    while sum(max(0, pct) for pct in told()["live_pct"]) > live_before // 2:
+        assert time.monotonic() < end, "what was removed is still live"
+        sync(control.parent)
+        time.sleep(0.1)
+
+
+def test_sessions_tell_their_heat_and_what_is_warm_of_them_at_once(control: Path) -> None:
+    for name in ("one", "two"):
+        (control.parent / name).mkdir()
+        (control.parent / name / "layer.000").write_bytes(os.urandom(MIB))
+
+    def told() -> dict[str, dict[str, Any]]:
+        lines = map(json.loads, (control / "sessions").read_text().splitlines())
+        return {line["path"]: line for line in lines}
+
+    found = told()
+    assert list(found) == ["two", "one"]
+    assert found["two"]["heat"] > found["one"]["heat"] > 0
+    for name, line in found.items():
+        assert line["heat"] == pytest.approx(
+            float(os.getxattr(control.parent / name, "user.kvfs.heat")), rel=1e-4
+        )
+        assert line["warm"] >= MIB
+    os.setxattr(control.parent / "one", "user.kvfs.demote", b"1")
+    assert told()["one"]["warm"] == 0
+    assert told()["two"]["warm"] >= MIB
+
+
+def test_very_many_sessions_are_all_listed_the_last_used_first(control: Path) -> None:
+    names = [f"session {number}" for number in range(300)]
+    for name in names:
+        (control.parent / name).mkdir()
+        (control.parent / name / "layer.000").touch()
+    lines = [json.loads(line) for line in (control / "sessions").read_text().splitlines()]
+    assert [line["path"] for line in lines] == names[::-1]
+
+
+def test_what_is_read_is_counted(control: Path) -> None:
+    file = control.parent / "f"
+    file.write_bytes(os.urandom(MIB))
+    fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
+
+    def read() -> dict[str, int]:
+        os.preadv(fd, [mmap.mmap(-1, MIB)], 0)
+        counters: dict[str, int] = json.loads((control / "stats.json").read_text())["counters"]
+        return counters
+
+    warm = read()
+    assert (warm["payload_read"], warm["device_read"]) == (MIB, 0)
+    os.setxattr(file, "user.kvfs.demote", b"1")
+    cold = read()
+    os.close(fd)
+    assert cold["payload_read"] == 2 * MIB
+    assert cold["device_read"] >= MIB
+
+
 def test_metrics_have_every_number_of_the_stats(control: Path) -> None:
     (control.parent / "f").write_bytes(os.urandom(1000))
     with (control.parent / "f").open() as file:
@@ -112,15 +197,15 @@ def test_metrics_have_every_number_of_the_stats(control: Path) -> None:
     stats = json.loads((control / "stats.json").read_text())
     shown = samples(text)
     for name, value in stats["counters"].items():
-        sizes = ("payload_written", "device_written", "carried", "reclaimed")
-        unit = "_bytes" if name in sizes else ""
+        is_size = name.endswith(("_written", "_read")) or name in ("carried", "reclaimed")
+        unit = "_bytes" if is_size else ""
         assert shown[f"kvfs_{name}{unit}_total", ""] == value, name
     for kind, value in stats["errors"].items():
         assert shown["kvfs_read_errors_total", kind] == value
     for name, value in stats["space"].items():
         unit = "" if name == "inodes" else "_bytes"
         assert shown[f"kvfs_space_{name}{unit}", ""] == value
-    for name in ("segments", "epoch"):
+    for name in ("segments", "free_segments", "epoch"):
         assert shown[f"kvfs_{name}", ""] == stats[name]
     assert shown["kvfs_segment_size_bytes", ""] == stats["segment_size"]
     assert shown["kvfs_unsaved_bytes", ""] == stats["unsaved"]

@@ -6,13 +6,13 @@ import pytest
 import typer
 
 import kvfs as package
-from mount_tools.common import format_size, parse_size, printable
+from mount_tools.common import format_age, format_size, parse_age, parse_size, printable
 from tests.support.command import error_line
 from tests.support.mounter import kvfs
 
 VERBS = (
-    "mkfs", "mount", "umount", "fsck", "ls", "stat", "profile", "replay", "monitoring", "doctor",
-    "plan",
+    "mkfs", "mount", "umount", "fsck", "ls", "stat", "profile", "replay", "monitoring", "top",
+    "heatmap", "doctor", "plan", "bench", "send", "receive", "export", "import",
 )  # fmt: skip
 
 
@@ -78,6 +78,24 @@ def test_sizes_are_shown() -> None:
         "1.5 MiB",
         "4.0 GiB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("30s", 30), ("15m", 900), ("1.5h", 5400), ("7D", 604_800)]
+)
+def test_ages_are_read(text: str, seconds: float) -> None:
+    assert parse_age(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "h", "-1h", "1y", "1 h 2 m"])
+def test_what_is_no_age_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="is not a time"):
+        parse_age(text)
+
+
+def test_ages_are_shown_in_one_unit() -> None:
+    ages = (0, 0.9, 59, 61, 7199, 86_399, 10**6)
+    assert [format_age(age) for age in ages] == ["0s", "0s", "59s", "1m", "1h", "23h", "11d"]
 
 
 def test_names_cannot_drive_the_terminal() -> None:

@@ -41,7 +41,7 @@ def test_mountpoints(mounter: Mounter) -> None:
     mountpoint = str(mounter.mountpoint)
     assert offered("ls", mountpoint[:-1]) == []
     mounter.mount()
-    for verb in ("umount", "ls", "stat", "log", "scrub", "bench"):
+    for verb in ("umount", "ls", "stat", "log", "scrub", "bench", "top", "heatmap"):
         assert offered(verb, mountpoint[:-1]) == [mountpoint]
 
 

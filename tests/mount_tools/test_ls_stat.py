@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -12,9 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvfs.engine.ring import Geometry
 from kvfs.mount.mounts import Mount
 from mount_tools import ls as ls_module
 from mount_tools.common import CommandError
+from mount_tools.main import app
+from mount_tools.segments import read_segments
 from tests.conftest import MounterMaker
 from tests.support.command import error_line
 from tests.support.mounter import Mounter, kvfs
@@ -94,7 +98,8 @@ def test_sessions_are_listed_at_any_depth(mounter: Mounter) -> None:
 def test_the_table_is_plain_where_it_is_no_terminal(mounter: Mounter) -> None:
     header, first, second = kvfs("ls", mounter.mountpoint).stdout.splitlines()
     assert header.split() == [
-        "session", "tokens", "layers", "size", "stored", "ratio", "tier", "last", "use", "model",
+        "session", "tokens", "layers", "size", "stored", "ratio", "tier", "heat", "last", "use",
+        "model",
     ]  # fmt: skip
     assert first.startswith("agent-1 ")
     assert first.endswith(MODEL)
@@ -122,6 +127,56 @@ def test_without_a_mountpoint_the_only_one_is_taken(
     monkeypatch.setattr(ls_module, "mounts", list)
     with pytest.raises(CommandError, match="no KVFS is mounted"):
         ls_module.ls(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--sort", "stored"), ["agent-1", "team/deep/agent-2"]),
+        (("--sort", "stored", "--reverse"), ["team/deep/agent-2", "agent-1"]),
+        (("--sort", "last-use"), ["team/deep/agent-2", "agent-1"]),
+        (("--reverse",), ["team/deep/agent-2", "agent-1"]),
+        (("--name", "team/*"), ["team/deep/agent-2"]),
+        (("--model", "SMOL", "--tier", "warm"), ["agent-1", "team/deep/agent-2"]),
+        (("--model", "llama"), []),
+        (("--tier", "cold"), []),
+        (("--older", "1h"), []),
+        (("--older", "0s"), ["agent-1", "team/deep/agent-2"]),
+        (("--pinned",), ["agent-1"]),
+    ],
+)
+def test_sessions_are_sorted_and_filtered(
+    mounter: Mounter,
+    arguments: tuple[str, ...],
+    names: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pinned = mounter.mountpoint / "agent-1"
+    os.setxattr(pinned, "user.kvfs.pin", b"1")
+    try:
+        command = ["ls", str(mounter.mountpoint), "--json", *arguments]
+        app(command, standalone_mode=False)
+    finally:
+        os.removexattr(pinned, "user.kvfs.pin")
+    listed = json.loads(capsys.readouterr().out)
+    assert [session["name"] for session in listed] == names
+    assert [session["pinned"] for session in listed] == [name == "agent-1" for name in names]
+
+
+def test_that_none_is_wanted_is_told_from_there_being_none(mounter: Mounter) -> None:
+    output = kvfs("ls", mounter.mountpoint, "--older", "7d").stdout
+    assert output == f"none of the 2 sessions in {mounter.mountpoint}\n"
+
+
+def test_heat_is_that_of_the_mount(mounter: Mounter) -> None:
+    used = mounter.mountpoint / "team" / "deep" / "agent-2"
+    fd = os.open(used / "layer.000", os.O_RDONLY | os.O_DIRECT)
+    os.preadv(fd, [mmap.mmap(-1, 4096)], 0)
+    os.close(fd)
+    hottest, other = json.loads(kvfs("ls", mounter.mountpoint, "--json", "--sort", "heat").stdout)
+    assert hottest["name"] == "team/deep/agent-2"
+    assert hottest["heat"] > other["heat"] > 0
+    assert hottest["heat"] == pytest.approx(float(os.getxattr(used, "user.kvfs.heat")))
 
 
 def test_names_of_any_bytes_are_listed(kv_mount_bytes: Path) -> None:
@@ -276,9 +331,60 @@ def test_extents_cover_the_file(mounter: Mounter) -> None:
     layer = mounter.mountpoint / "agent-1" / "layer.000"
     document = json.loads(kvfs("stat", layer, "--extents", "--json").stdout)
     assert sum(extent["length"] for extent in document["extents"]) == document["size"]
-    table = kvfs("stat", layer, "--extents").stdout.split("\n\n")[1].splitlines()
+    table = kvfs("stat", layer, "--extents").stdout.split("\n\n")[-1].splitlines()
     assert table[0].split() == ["offset", "length", "stored", "codec", "address"]
     assert len(table) == 1 + len(document["extents"])
+
+
+def test_the_segments_that_a_file_lies_in_are_told(mounter: Mounter) -> None:
+    layer = mounter.mountpoint / "agent-1" / "layer.001"
+    document = json.loads(kvfs("stat", layer, "--extents", "--json").stdout)
+    layout, extents = document["layout"], document["extents"]
+    ring = read_segments(mounter.mountpoint)
+    assert layout["extents"] == len(extents)
+    assert 1 <= layout["runs"] <= len(extents)
+    assert layout["stored"] == document["stored"]
+    assert sum(part["stored"] for part in layout["parts"]) == layout["stored"]
+    assert sum(part["share"] for part in layout["parts"]) == pytest.approx(1, abs=0.01)
+    geometry = Geometry(ring.size, ring.count)
+    assert {part["segment"] for part in layout["parts"]} == {
+        geometry.segment(extent["address"]) for extent in extents
+    }
+    assert all(part["live_pct"] == ring.live_pct[part["segment"]] for part in layout["parts"])
+    shown = facts(kvfs("stat", layer).stdout)
+    assert shown["in the ring"].startswith(f"{len(extents)} extents in ")
+    assert shown["segments"].startswith(f"{len(layout['parts'])} of {ring.count}: ")
+    assert len(shown["ring"]) == 2 + min(64, ring.count)
+
+
+def test_a_file_of_many_runs_is_told_so(mounter: Mounter) -> None:
+    paths = [mounter.mountpoint / "team" / "notes" / name for name in ("one", "two")]
+    for _ in range(3):  # in turns, each time brought into the ring
+        for path in paths:
+            with path.open("ab") as file:
+                file.write(os.urandom(64 * 1024))
+                file.flush()
+                os.fsync(file.fileno())
+    layout = json.loads(kvfs("stat", paths[0], "--json").stdout)["layout"]
+    assert (layout["extents"], layout["runs"], layout["largest_run"]) == (3, 3, 64 * 1024)
+    shown = facts(kvfs("stat", paths[0]).stdout)
+    assert shown["in the ring"] == "3 extents in 3 runs, the longest 64.0 KiB"
+    for path in paths:
+        path.unlink()
+
+
+def test_who_may_not_see_the_ring_sees_its_files_runs(shared: Mounter) -> None:
+    layer = shared.mountpoint / "open" / "layer.000"
+    fd = os.open(layer, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    layer.chmod(0o644)
+    document = json.loads(kvfs_as_nobody("stat", layer, "--json").stdout)
+    assert document["layout"]["runs"] >= 1
+    assert document["layout"]["parts"] is None
+    shown = facts(kvfs_as_nobody("stat", layer).stdout)
+    assert "in the ring" in shown
+    assert "segments" not in shown
 
 
 def test_a_file_without_a_shape_has_sizes_only(mounter: Mounter) -> None:
@@ -326,3 +432,19 @@ def test_all_extents_of_a_fragmented_file_are_shown(mounter: Mounter) -> None:
     assert len(os.getxattr(path, "user.kvfs.extents")) < 64 * 1024
     extents = json.loads(kvfs("stat", path, "--extents", "--json").stdout)["extents"]
     assert [extent["offset"] for extent in extents] == [number * 8192 for number in range(2000)]
+
+
+def test_extents_far_apart_are_shown(mounter: Mounter) -> None:
+    """Over more than is looked at at once, and over holes longer than the ring."""
+    path = mounter.mountpoint / "file"
+    places = [number << 20 for number in range(200)] + [(1 << 40) + (n << 26) for n in range(20)]
+    with path.open("wb") as file:
+        for place in places:
+            file.seek(place)
+            file.write(b"x")
+            file.flush()
+        file.truncate(1 << 60)
+        os.fsync(file.fileno())
+    extents = json.loads(kvfs("stat", path, "--extents", "--json").stdout)["extents"]
+    assert [extent["offset"] for extent in extents] == places
+    path.unlink()
