@@ -74,20 +74,24 @@ class Reclaimer:
     def _make_space(self, wanted: int) -> Step[bool]:
         if not self.is_on:
             return False
-        yield from self.units.book()
-        now_ns = time.time_ns()
-        oldest = victims = yield from self.units.oldest(now_ns)
-        gone = 0
-        any_removed = False
-        while victims and gone < wanted:
-            for victim in self.units.in_order(victims, now_ns):
-                if gone >= wanted:
-                    break
-                if (yield from self.remove(victim, "the ring is full", now_ns)):
-                    gone += victim.unit.stored
-                    any_removed = True
-            else:
-                victims = yield from self.units.oldest(now_ns, victims[-1])
+        while True:
+            yield from self.units.book()
+            now_ns = time.time_ns()
+            oldest = victims = yield from self.units.oldest(now_ns)
+            gone = 0
+            any_removed = False
+            while victims and gone < wanted:
+                for victim in self.units.in_order(victims, now_ns):
+                    if gone >= wanted:
+                        break
+                    if (yield from self.remove(victim, "the ring is full", now_ns)):
+                        gone += victim.unit.stored
+                        any_removed = True
+                else:
+                    victims = yield from self.units.oldest(now_ns, victims[-1])
+            # A session may have proved to be none: what is in it is known with the next booking.
+            if any_removed or not self.units.has_freed:
+                break
         if not any_removed:
             yield from self._name_holders(oldest)
         return any_removed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import stat
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -87,6 +87,8 @@ class Units:
     opened: Counter[int] = field(default_factory=Counter)
     removable: int = 0
     _used: dict[int, int] = field(default_factory=dict)
+    # What was in sessions that are none any longer, and when it was used.
+    _freed: dict[int, int] = field(default_factory=dict)
     _cursor: int = 0
     _sessions: TTLCache[int, int] = field(
         default_factory=lambda: TTLCache(_SESSIONS_MAX, _SESSIONS_SECONDS)
@@ -180,11 +182,24 @@ class Units:
         is_session = is_session and not any(stat.S_ISDIR(entry.type) for _, entry in entries)
         if is_session:
             stored = yield from self.stored(directory)
-            is_session = stored <= self.total() // _SESSION_SHARE
+            is_session = not self._is_too_large(len(entries), stored)
         if not is_session:
-            # It stays one, whatever becomes of it.
-            self.index.apply([(unit_key(directory), Unit(is_pool=True).pack())])
+            yield from self._dissolve(directory, Unit(is_pool=True))
         return is_session
+
+    def _dissolve(self, directory: int, left: Unit | None) -> Step[None]:
+        """It is no session any longer, if it was one: what is in it was used when it was. A pool
+        that is `left` stays one, whatever becomes of it."""
+        former = yield from self.unit(directory)
+        if former.used_ns:
+            for ino in (yield from self._members(directory))[1:]:
+                self._freed.setdefault(ino, former.used_ns)
+        self._forget_session(directory)
+        self.index.apply([(unit_key(directory), left.pack() if left else None)])
+
+    def _forget_session(self, session: int) -> None:
+        for directory in [known for known, of in self._sessions.items() if of == session]:
+            del self._sessions[directory]
 
     def stored(self, ino: int) -> Step[int]:
         """What an inode and all below it take on the device, in bytes."""
@@ -207,10 +222,25 @@ class Units:
         """How many inodes were used since `book`."""
         return len(self._used)
 
+    @property
+    def has_freed(self) -> bool:
+        """Whether there is something to book that was in a session that is none any longer."""
+        return bool(self._freed)
+
     def book(self, limit: int = _USED_MAX) -> Step[None]:
         """Find the units of what was used, of so many inodes at most, and note when."""
         used = dict(islice(self._used.items(), limit))
-        latest: dict[int, int] = {}
+        yield from self._book_all(used)
+        # Not before it is noted: whoever asks meanwhile finds it in one place or the other.
+        for ino, used_ns in used.items():
+            if self._used.get(ino) == used_ns:
+                del self._used[ino]
+        while self._freed:
+            freed, self._freed = self._freed, {}
+            yield from self._book_all(freed)
+
+    def _book_all(self, used: dict[int, int]) -> Step[None]:
+        of_units: defaultdict[int, dict[int, int]] = defaultdict(dict)
         known: dict[int, _Above] = {}
         for ino, used_ns in used.items():
             try:
@@ -222,37 +252,46 @@ class Units:
                 continue  # it is gone, or cannot be found
             if not session and node.is_directory:
                 continue  # the directory of a pool is no unit
-            unit = session or ino
-            latest[unit] = max(used_ns, latest.get(unit, 0))
-        for ino, used_ns in latest.items():
+            of_units[session or ino][ino] = used_ns
+        latest = {}
+        for unit, members in of_units.items():
             with suppress(UnreadableNode):
-                yield from self._book(ino, used_ns)
-        if self.policy is not None:
+                if (yield from self._book(unit, max(members.values()))):
+                    latest[unit] = max(members.values())
+                else:
+                    self._forget_session(unit)
+                    self._freed.update(members)
+        if self.policy is not None and latest:
             _tell(self.policy, latest)
-        # Not before it is noted: whoever asks meanwhile finds it in one place or the other.
-        for ino, used_ns in used.items():
-            if self._used.get(ino) == used_ns:
-                del self._used[ino]
 
-    def _book(self, ino: int, used_ns: int) -> Step[None]:
+    def _book(self, ino: int, used_ns: int) -> Step[bool]:
+        """False if it is a session that has become none meanwhile, or with this."""
         unit = yield from self.unit(ino)
-        if unit.is_pool:
-            return
+        if unit.is_pool and not (yield from self.is_session(ino)):
+            return False
         ttl = yield from self.state.names.xattr(ino, TTL_XATTR)
         try:
             members = yield from self._members(ino)
             stored = yield from self._taken(members)
         except FileNotFoundError:
-            return
-        if len(members) > SESSION_FILES_MAX:
-            self._sessions.pop(ino, None)  # it may have grown to be none
+            return True
+        # Where it was looked up it may have been small still.
+        has_grown = len(members) > 1 and self._is_too_large(len(members), stored)
+        if has_grown and not (yield from self.is_session(ino)):
+            return False
         unit = replace(
             unit,
             used_ns=max(unit.used_ns, used_ns),
             stored=stored,
             ttl_s=int(ttl) if ttl else 0,
+            is_pool=False,
         )
         self.index.apply([(unit_key(ino), unit.pack())])
+        return True
+
+    def _is_too_large(self, files: int, stored: int) -> bool:
+        """To be taken for a session without having said so."""
+        return files > SESSION_FILES_MAX or stored > self.total() // _SESSION_SHARE
 
     # -- which may go
 
@@ -341,7 +380,7 @@ class Units:
         try:
             unit = yield from self._unit_of(victim.ino, known)
             if unit != victim.ino or _is_pool(unit, known):
-                self.index.apply([(unit_key(victim.ino), None)])
+                yield from self._dissolve(victim.ino, None)
                 return False
             if (yield from self.is_pinned(victim.ino)):
                 return False

@@ -190,6 +190,41 @@ def test_files_of_a_pool_go_one_by_one(ring: Bench, clock: Clock) -> None:
         assert ring.read(ring.find(name)) == noise(MIB, int(name[5:]))
 
 
+@pytest.mark.parametrize("why", ["size", "subdirectory", "xattr"])
+def test_files_of_what_was_a_session_go_one_by_one(ring: Bench, clock: Clock, why: str) -> None:
+    """Also those that were not used since; and uses go on to count."""
+    grown = ring.make(b"grown", mode=DIRECTORY)
+    for number in range(4):
+        ring.write(ring.make(b"%d" % number, parent=grown), noise(MIB // 4, number))
+    run(units(ring).book())
+    assert run(units(ring).unit_of(grown)) == grown
+    pass_time(ring, clock, 120)
+    match why:
+        case "size":
+            ring.write(ring.make(b"large", parent=grown), noise(2 * MIB))
+        case "subdirectory":
+            ring.make(b"below", parent=grown, mode=DIRECTORY)
+        case "xattr":
+            run(ring.store.set_xattr(grown, b"user.kvfs.unit", b"pool"))
+    use(ring, ring.find(b"3", grown))
+    fill(ring, clock, 3)
+    use(ring, ring.find(b"2", grown))
+    pass_time(ring, clock, 120)
+    fill_more(ring, clock, 32)
+    gone = [path for path, _ in entries(ring) if path.startswith("grown/")]
+    assert gone[:2] == ["grown/0", "grown/1"]
+    assert {"grown/2", "grown/3"} <= set(gone)
+    if why != "xattr":  # which is heeded within a minute
+        assert gone.index("grown/3") < gone.index("grown/2")
+    assert b"grown" in ring.names()
+
+
+def fill_more(bench: Bench, clock: Clock, count: int) -> None:
+    for number in range(count):
+        session(bench, b"more-%03d" % number)
+        pass_time(bench, clock, 60)
+
+
 @pytest.mark.plain
 def test_nothing_that_is_pinned_open_or_just_used_goes(ring: Bench, clock: Clock) -> None:
     fill(ring, clock, 20)
