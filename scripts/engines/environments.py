@@ -88,6 +88,7 @@ LMCACHE = Environment(
         "redis==8.1.0",
         "safetensors==0.8.0",
         "sortedcontainers==2.4.0",
+        "transformers==5.24.0",
         "uvicorn==0.54.0",
     ),
 )
