@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from scripts.engines.engine import Engine
-from scripts.engines.environments import LMCACHE
+from scripts.engines.environments import LMCACHE, MOONCAKE
 
 ENGINES = (
     Engine("lmcache-disk", LMCACHE, "lmcache_disk", finds_again=False),
     Engine("lmcache-fs", LMCACHE, "lmcache_l2", ("fs",)),
     Engine("lmcache-fs_native", LMCACHE, "lmcache_l2", ("fs_native",)),
     Engine("lmcache-bench-l2", LMCACHE, "lmcache_bench", ("fs_native",), many_small=True),
+    Engine("mooncake-file", MOONCAKE, "mooncake_files", ("file_per_key",)),
+    Engine("mooncake-bucket", MOONCAKE, "mooncake_files", ("bucket",)),
 )
 
 

@@ -92,3 +92,10 @@ LMCACHE = Environment(
         "uvicorn==0.54.0",
     ),
 )
+
+MOONCAKE = Environment(
+    "mooncake",
+    engine=("mooncake-transfer-engine-non-cuda==0.3.13.post1",),
+    needs=("aiohttp==3.14.5", "msgpack==1.2.4", "numpy==2.4.6", "requests==2.34.2"),
+    first=(),
+)

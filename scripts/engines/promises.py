@@ -55,7 +55,10 @@ def reclaim(engine: Engine, directory: Path | None) -> None:
     """Other data takes the place of what the engine stored, while it runs: it misses, makes anew,
     and stores again; so does a process that begins then."""
     with new_ring("engine", directory, "--size", _SMALL_RING_SIZE) as ring:
-        ring.mount(clock=FastClock.from_now(_CLOCK_FACTOR))
+        profile = ring.directory / "oldest-first.toml"
+        profile.write_text('name = "oldest-first"\npolicy = "lru"\n')
+        clock = FastClock.from_now(_CLOCK_FACTOR)
+        ring.mount("--profile", str(profile), clock=clock)
         with running(engine, _place(ring)) as process:
             stored = process.store()
             _displace(ring)
