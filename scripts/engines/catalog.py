@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from scripts.engines.engine import Engine
-from scripts.engines.environments import LMCACHE
+from scripts.engines.environments import LLAMA, LLAMA_SERVER, LMCACHE, VLLM
 
 ENGINES = (
     Engine("lmcache-disk", LMCACHE, "lmcache_disk", finds_again=False),
     Engine("lmcache-fs", LMCACHE, "lmcache_l2", ("fs",)),
     Engine("lmcache-fs_native", LMCACHE, "lmcache_l2", ("fs_native",)),
     Engine("lmcache-bench-l2", LMCACHE, "lmcache_bench", ("fs_native",), many_small=True),
+    Engine("vllm-example", VLLM, "vllm_example", is_slow_to_start=True),
+    Engine("vllm-fs", VLLM, "vllm_fs", is_slow_to_start=True),
+    Engine("vllm-disk", VLLM, "vllm_disk", keeps_open=True),
+    Engine("llama-states", LLAMA, "llama_files", ("states",)),
+    Engine("llama-sequences", LLAMA, "llama_files", ("sequences",)),
+    Engine("llama-server", LLAMA_SERVER, "llama_server"),
 )
 
 
