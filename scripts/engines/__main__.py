@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 from scripts.engines.catalog import ENGINES, named
-from scripts.engines.promises import PROMISES
+from scripts.engines.promises import promises
 from scripts.engines.speed import Comparison, compare
 from scripts.trials.ring import MIB, Broken
 
@@ -33,7 +33,9 @@ _HEAD = "| engine | MiB | store, s: ext4 | KVFS | speed | load, s: ext4 | KVFS |
 def main(
     engine: Annotated[list[str] | None, typer.Option(help="One of them; all without it.")] = None,
     rounds: Annotated[int, typer.Option(min=0, help="That count; 0: promises alone.")] = 5,
-    promises: Annotated[bool, typer.Option(help="Or speed alone.")] = True,
+    with_promises: Annotated[
+        bool, typer.Option("--promises/--no-promises", help="Or speed alone.")
+    ] = True,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="On the disk that is measured.")
     ] = None,
@@ -49,9 +51,9 @@ def main(
         try:
             with console.status(f"{one.name}: its environment") as status:
                 one.environment.make()
-                for promise in PROMISES if promises else ():
-                    status.update(f"{one.name}: {promise}")
-                    PROMISES[promise](one, directory)
+                for name, promise in promises(one).items() if with_promises else ():
+                    status.update(f"{one.name}: {name}")
+                    promise(one, directory)
                 found = None
                 for found in compare(one, directory, rounds):
                     done = len(found.load_kvfs)

@@ -15,6 +15,7 @@ _RING_SIZE = "4G"
 _SMALL_RING_SIZE = "1G"
 _CLOCK_FACTOR = 60  # what was used a second ago may be reclaimed
 _FILLER_SIZE = 16 * MIB
+_FILLERS = 16  # of them are to have gone
 _FILL_SECONDS = 300
 _REFUSED_SECONDS = 0.2
 
@@ -73,6 +74,21 @@ def reclaim(engine: Engine, directory: Path | None) -> None:
             _same(engine, process.load(), stored)
 
 
+def keep(engine: Engine, directory: Path | None) -> None:
+    """What its process has open stays, whatever else is written: as much as the ring holds."""
+    with new_ring("engine", directory, "--size", _SMALL_RING_SIZE) as ring:
+        ring.mount(clock=FastClock.from_now(_CLOCK_FACTOR))
+        with running(engine, _place(ring)) as process:
+            stored = process.store()
+            reclaimed = ring.stats()["counters"]["reclaimed_units"]
+            deadline = time.monotonic() + _FILL_SECONDS
+            while ring.stats()["counters"]["reclaimed_units"] < reclaimed + _FILLERS:
+                if time.monotonic() > deadline:
+                    raise Broken(f"nothing was reclaimed in {_FILL_SECONDS} s of other data")
+                _write_other(ring)
+            _same(engine, process.load(), stored)
+
+
 def _place(ring: Ring) -> Path:
     place = ring.mountpoint / "engine"
     place.mkdir(exist_ok=True)
@@ -85,24 +101,32 @@ def _same(engine: Engine, loaded: Outcome, stored: Outcome) -> None:
 
 
 def _displace(ring: Ring) -> None:
-    """Write other data until none of the engine's files is left. It is refused while all that is
-    there was used in the last second."""
-    other = ring.mountpoint / "other"
-    other.mkdir(exist_ok=True)
+    """Write other data until none of the engine's files is left."""
     deadline = time.monotonic() + _FILL_SECONDS
     while _files(ring.mountpoint / "engine"):
         if time.monotonic() > deadline:
             raise Broken(f"after {_FILL_SECONDS} s of other data the engine's is still there")
-        try:
-            (other / str(time.time_ns())).write_bytes(os.urandom(_FILLER_SIZE))
-        except OSError as full:
-            if full.errno != errno.ENOSPC:
-                raise
-            time.sleep(_REFUSED_SECONDS)
+        _write_other(ring)
+
+
+def _write_other(ring: Ring) -> None:
+    """A file, or nothing: it is refused while all that is there was used in the last second."""
+    other = ring.mountpoint / "other"
+    other.mkdir(exist_ok=True)
+    try:
+        (other / str(time.time_ns())).write_bytes(os.urandom(_FILLER_SIZE))
+    except OSError as full:
+        if full.errno != errno.ENOSPC:
+            raise
+        time.sleep(_REFUSED_SECONDS)
 
 
 def _files(place: Path) -> int:
     return sum(len(files) for _, _, files in os.walk(place))
 
 
-PROMISES = {"restart": restart, "kill": kill, "reclaim": reclaim}
+def promises(engine: Engine) -> dict[str, Callable[[Engine, Path | None], None]]:
+    """By name."""
+    if engine.keeps_open:
+        return {"keep": keep}
+    return {"restart": restart, "kill": kill, "reclaim": reclaim}

@@ -90,16 +90,18 @@ def _on_kvfs(engine: Engine, beside: Path, ring: Ring) -> _Round:
 
 def _round(engine: Engine, place: Path, send_down: Callable[[], None]) -> _Round:
     """`send_down` and the caches' drop are between store and load, and so is the end of the
-    process, unless it would find nothing then."""
+    process, unless it would find nothing then, or takes long."""
     place.mkdir()
     drop_caches()
+    ends_between = engine.finds_again and not (engine.keeps_open or engine.is_slow_to_start)
     with running(engine, place) as process:
         stored = process.store()
-        if not engine.finds_again:
-            send_down()
+        if not ends_between:
+            if not engine.keeps_open:
+                send_down()
             drop_caches()
             loaded = process.load()
-    if engine.finds_again:
+    if ends_between:
         send_down()
         drop_caches()
         with running(engine, place) as process:
