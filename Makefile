@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo agents test lint bench engines scale scenarios crash encrypted rot turnover fuzz full hunt soak posix clean
+.PHONY: help setup system demo agents test lint bench engines scale scenarios crash encrypted rot turnover fuzz full hunt soak posix man clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ soak: setup ## 64 processes for 30 minutes: memory, descriptors, latency (make s
 
 posix: setup ## Two foreign suites, as root: make posix PJDFSTEST=FOLDER FSX=PROGRAM
 	$(BIN)/python scripts/posix.py --pjdfstest "$(PJDFSTEST)" --fsx "$(FSX)"
+
+man: setup ## The manual pages in docs/man, from the help of the command
+	$(BIN)/python scripts/make_man.py
 
 clean: ## Remove caches and build outputs; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mount_tools.common import format_size, parse_path, print_json, print_table, say
+from mount_tools.arguments import Mountpoint
+from mount_tools.common import format_size, print_json, print_table, say
 from mount_tools.sessions import locate
 
 _LOG = ".kvfs/log"
@@ -18,7 +18,7 @@ _NUMERIC = ("stored",)
 
 
 def log(
-    mountpoint: Annotated[Path, typer.Argument(parser=parse_path, metavar="MNT")],
+    mountpoint: Mountpoint,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List what was reclaimed, the oldest first: when, what, how much, and why.

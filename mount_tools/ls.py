@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvfs.mount.mounts import mounts
+from mount_tools.arguments import complete_mountpoint
 from mount_tools.common import CommandError, format_size, parse_path, print_json, print_table, say
 from mount_tools.mountpoints import may_enter
 from mount_tools.sessions import Session, find_sessions, locate, ratio
@@ -23,6 +24,7 @@ def ls(
         typer.Argument(
             parser=parse_path,
             metavar="MNT",
+            autocompletion=complete_mountpoint,
             help="A mountpoint, or a directory in it. Not needed while one KVFS is mounted.",
             show_default=False,
         ),

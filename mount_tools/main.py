@@ -18,7 +18,6 @@ app = typer.Typer(
     help="The KV cache of language-model agents as files: format, mount, look, check.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command()(mkfs.mkfs)

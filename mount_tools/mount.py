@@ -18,6 +18,7 @@ from kvfs.mount.attach import MountError
 from kvfs.mount.mounts import find_mount
 from kvfs.tiers import profiles
 from kvfs.tiers.profiles import Profile
+from mount_tools.arguments import complete_profile
 from mount_tools.common import (
     CommandError,
     describe_os_error,
@@ -122,6 +123,7 @@ def mount(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
+            autocompletion=complete_profile,
             help=f"How tiers behave: {', '.join(profiles.NAMES)}, or a file (see kvfs profile).",
         ),
     ] = None,

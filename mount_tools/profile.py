@@ -8,12 +8,18 @@ import typer
 
 from kvfs.tiers import profiles
 from kvfs.tiers.profiles import Profile, ProfileError
+from mount_tools.arguments import complete_profile
 from mount_tools.common import CommandError
 
 
 def profile(
     chosen: Annotated[
-        str, typer.Argument(metavar="NAME|FILE", help=f"{', '.join(profiles.NAMES)}, or a file.")
+        str,
+        typer.Argument(
+            metavar="NAME|FILE",
+            autocompletion=complete_profile,
+            help=f"{', '.join(profiles.NAMES)}, or a file.",
+        ),
     ],
 ) -> None:
     """Print a profile, to be copied and changed; refuses a file that a mount would refuse.

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mount_tools.common import CommandError, format_size, parse_path, print_json, say, warn
+from mount_tools.arguments import Mountpoint
+from mount_tools.common import CommandError, format_size, print_json, say, warn
 from mount_tools.mountpoints import read_stats
 from mount_tools.sessions import locate
 
@@ -21,7 +22,7 @@ _POLL_SECONDS = 0.2
 
 
 def scrub(
-    mountpoint: Annotated[Path, typer.Argument(parser=parse_path, metavar="MNT")],
+    mountpoint: Mountpoint,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Read all that is live in a mounted ring and compare it with its checksums.

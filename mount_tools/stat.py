@@ -17,6 +17,7 @@ import numpy as np
 import typer
 
 from kvfs.engine.codec import ITEM_SIZES, elements
+from mount_tools.arguments import complete_mountpoint
 from mount_tools.common import (
     CommandError,
     format_size,
@@ -68,7 +69,10 @@ def stat(
     path: Annotated[
         Path,
         typer.Argument(
-            parser=parse_path, metavar="PATH", help="A mountpoint, a session or a file."
+            parser=parse_path,
+            metavar="PATH",
+            autocompletion=complete_mountpoint,
+            help="A mountpoint, a session or a file.",
         ),
     ],
     extents: Annotated[

@@ -14,7 +14,8 @@ from kvfs.engine.format import SuperblockFlag
 from kvfs.engine.superblocks import read_superblocks
 from kvfs.mount.mounts import Mount, find_mount
 from kvfs.tiers.oplog import current_boot, log_at
-from mount_tools.common import CommandError, parse_path, say
+from mount_tools.arguments import Mountpoint
+from mount_tools.common import CommandError, say
 from mount_tools.mountpoints import State, canonical, detach, read_stats, state_of
 from mount_tools.processes import holders_of, is_held_up, process_of, wait_for_end
 
@@ -23,7 +24,7 @@ _END_SECONDS = 180.0
 
 
 def umount(
-    mountpoint: Annotated[Path, typer.Argument(parser=parse_path, metavar="MNT")],
+    mountpoint: Mountpoint,
     lazy: Annotated[
         bool,
         typer.Option("--lazy", "--force", help="Detach it also when it is in use, dead or hung."),

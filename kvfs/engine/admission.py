@@ -54,7 +54,7 @@ class Admission:
 
     def _admit_to_shadow(self, charge: int, changed: int, length: int, purpose: Purpose) -> None:
         """While the device is away no room can be made. Raises ENOSPC."""
-        shadow = self.writer.failover
+        shadow = self.writer.appender.failover
         is_room = shadow.has_room(length, purpose) and self.buffer.has_room(charge)
         if not is_room or not self.has_space(charge, changed, purpose):
             raise error(errno.ENOSPC, "the device is away, and its shadow is full")
@@ -83,15 +83,15 @@ class Admission:
 
     def _unsaved_max(self) -> int:
         """Dirty bytes are bounded by what the device takes in 5 s."""
-        return max(_DIRTY_MIN, int(self.writer.auto.device * _DIRTY_SECONDS))
+        return max(_DIRTY_MIN, int(self.writer.appender.auto.device * _DIRTY_SECONDS))
 
     def _clean_ahead(self) -> None:
         """Beside those who write, while there is still room to carry much: the two checkpoints
         after which segments are free then free several. Looked at once in each segment."""
-        segment = self.writer.ring.position.segment
+        segment = self.writer.appender.ring.position.segment
         if segment != self._looked_at and not self._cleans_ahead and self.space.is_short:
             self._looked_at = segment
-            self._cleaning = self.writer.executor.spawn(self._cleaned_ahead())
+            self._cleaning = self.writer.appender.executor.spawn(self._cleaned_ahead())
 
     @property
     def _cleans_ahead(self) -> bool:
@@ -100,11 +100,11 @@ class Admission:
     def _cleaned_ahead(self) -> Step[None]:
         writer, space = self.writer, self.space
         while space.is_short and space.is_worth_cleaning:
-            before = writer.counters.cleaned_segments
+            before = writer.appender.counters.cleaned_segments
             yield from writer.clean()
             yield from writer.checkpoint()
             yield from writer.checkpoint()
-            if writer.counters.cleaned_segments == before:
+            if writer.appender.counters.cleaned_segments == before:
                 return
 
     def _make_space(self, charge: int, purpose: Purpose) -> Step[None]:
@@ -133,10 +133,10 @@ class Admission:
 
     def _clean(self, charge: int, purpose: Purpose) -> Step[bool]:
         """Whether there was a segment to be cleaned, or something is still to become free."""
-        before = self.writer.counters.cleaned_segments
+        before = self.writer.appender.counters.cleaned_segments
         yield from self.writer.clean()
         yield from self._free_what_is_dead(charge, purpose)
-        cleaned = self.writer.counters.cleaned_segments > before
+        cleaned = self.writer.appender.counters.cleaned_segments > before
         return cleaned or self.space.reclaimable > 0
 
     def _reclaim(self, charge: int) -> Step[None]:

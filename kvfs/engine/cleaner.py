@@ -8,12 +8,15 @@ fails its checksum is carried as it is: it stays unreadable, and is never made g
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TypeVar
 
 from kvfs.engine import metadata
+from kvfs.engine.appender import Appender
+from kvfs.engine.checkpoints import Checkpoints
 from kvfs.engine.device import Device, read_bytes
 from kvfs.engine.format import (
     BLOCK,
@@ -30,20 +33,102 @@ from kvfs.engine.format import (
     summary_key,
 )
 from kvfs.engine.index import Index
-from kvfs.engine.io import Executor, Step, Urgency, wait
-from kvfs.engine.journal import extent_of
+from kvfs.engine.io import Executor, Step, Urgency, wait, wait_all
+from kvfs.engine.journal import apply_unit, extent_of
 from kvfs.engine.metadata import pointer_to
 from kvfs.engine.nodecache import UnreadableNode
 from kvfs.engine.ring import Ring, read_header, read_table
+from kvfs.engine.space import Purpose, Space
 from kvfs.engine.writeback import Payload
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _GROUP_SIZE = 8 * 1024 * 1024
+_WORTH_CLEANING = 97  # percent of a segment: one with more that is live is left alone
 
 
 class Unreadable(Exception):
     """What is live in a segment cannot be read; the message says why."""
+
+
+@dataclass(eq=False)
+class Cleaner:
+    """Works while nothing else is under way. `promised` gives the bytes that the ring owes to
+    what is not in it, `on_moved` is told where an extent is from now on."""
+
+    appender: Appender
+    index: Index
+    space: Space
+    checkpoints: Checkpoints
+    promised: Callable[[], int]
+    on_moved: Callable[[Extent], None]
+
+    def clean(self) -> Step[None]:
+        """The segments that are cheapest to empty, as far as there is room for it."""
+        ring, space = self.appender.ring, self.space
+        most = space.usable_segment * _WORTH_CLEANING // 100
+        budget = max(most, space.left(self.promised(), Purpose.CLEAN) // 2)
+        while (victim := ring.victim()) is not None:
+            live = ring.live_bytes(victim)
+            budget -= live
+            possible = space.left(self.promised(), Purpose.CLEAN) >= live
+            if live > most or budget < 0 or not possible:
+                break
+            yield from self._clean_segment(victim)
+
+    def _clean_segment(self, segment: int) -> Step[None]:
+        try:
+            yield from self._empty(segment)
+        except Unreadable as fault:
+            # It stays as it is; everything else can still be written and cleaned.
+            log.error("segment %d cannot be cleaned: %s", segment, fault)
+            self.appender.ring.unmovable.add(segment)
+
+    def _empty(self, segment: int) -> Step[None]:
+        """Raises Unreadable."""
+        device, ring = self.appender.device, self.appender.ring
+        found = yield from self._read(partial(survey, device, ring, segment))
+        if found.taken != ring.live_bytes(segment):
+            raise Unreadable("its frames cannot be read")
+        taken = sum(round_up(node.stored) for node in found.nodes)
+        keys = yield from self._read(partial(first_keys, device, found.nodes))
+        self.index.move(keys, taken)
+        for pointer in found.others:
+            self.checkpoints.rewrite_part(pointer)
+        for group in groups(found.data):
+            yield from self._carry(group)
+        ring.emptied(segment)
+        self.appender.counters.cleaned_segments += 1
+
+    def _carry(self, group: list[LiveRecord]) -> Step[None]:
+        appender = self.appender
+        read = partial(carry, appender.device, appender.executor, self.index, group)
+        carried = yield from self._read_step(read)
+        appended = appender.append(carried.payloads, self.index.vault.sealed(carried.items))
+        yield from wait_all(appended.writes)
+        appender.check()
+        extents = [
+            extent_of(frame.header, record)
+            for frame, records in appended.frames
+            for record in records
+        ]
+        apply_unit(self.index, appender.ring, extents, [], carried.old)
+        for extent in extents:
+            self.on_moved(extent)
+        appender.committed_sequence = appended.frames[-1][0].header.sequence
+        appender.counters.carried += sum(payload.size for payload in carried.payloads)
+        yield from appender.keep_little()
+
+    def _read(self, work: Callable[[], T]) -> Step[T]:
+        return self._read_step(lambda: wait(self.appender.submit(work)))
+
+    def _read_step(self, make: Callable[[], Step[T]]) -> Step[T]:
+        """Raises Unreadable."""
+        try:
+            return (yield from self.appender.failover.read(make))
+        except (OSError, FormatError) as fault:
+            raise Unreadable(str(fault)) from fault
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvfs.engine import ops
+from kvfs.engine.appender import Counters
 from kvfs.engine.format import TABLE_LOG, Inode, key_owner, log_key
 from kvfs.engine.io import Completion, Step, wait
 from kvfs.engine.space import Purpose
 from kvfs.engine.units import Units, Victim, largest
-from kvfs.engine.writer import Counters
 
 log = logging.getLogger(__name__)
 

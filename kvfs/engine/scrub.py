@@ -146,7 +146,7 @@ class Scrub:
         if self.is_running:
             return
         self.started_ns = time.time_ns()
-        self.done, self.total = 0, self.writer.ring.liveness.live_bytes
+        self.done, self.total = 0, self.writer.appender.ring.liveness.live_bytes
         self.errors, self.rotten, self._asked = 0, [], 0
         self._memory = aligned(EXTENT_SIZE_MAX)
         self._go_on(Phase.ROOTS)
@@ -171,14 +171,17 @@ class Scrub:
     # -- superblocks, the checkpoint's record, bitmap and key table
 
     def _roots(self) -> Step[None]:
-        checkpoint, record = self.writer.index.checkpoint, self.writer.superblock.checkpoint
-        keys = [*self.writer.superblock.key_tables]
+        checkpoint, record = (
+            self.writer.index.checkpoint,
+            self.writer.appender.superblock.checkpoint,
+        )
+        keys = [*self.writer.appender.superblock.key_tables]
         keys += [place for part in self.writer.index.vault.table for place in part.places]
         places = sorted(p for p in (record, *checkpoint.bitmap, *keys) if p.stored)
         rotten = []
         with self._pinned(places):
             for place in (yield from self._read(places)):
-                self.writer.rewrite_part(place)
+                self.writer.checkpoints.rewrite_part(place)
                 what = {record: "checkpoint", **dict.fromkeys(keys, "copy of the key table")}
                 rotten.append(Rot(what.get(place, "part of the bitmap"), place.address, files=[]))
         for address in SUPERBLOCK_ADDRESSES:
@@ -397,7 +400,7 @@ class Scrub:
 
     @contextmanager
     def _pinned(self, pieces: Sequence[Extent | Pointer]) -> Iterator[None]:
-        ring, addresses = self.writer.ring, [piece.address for piece in pieces]
+        ring, addresses = self.writer.appender.ring, [piece.address for piece in pieces]
         for address in addresses:
             ring.pin(address)
         try:
@@ -433,7 +436,7 @@ class Scrub:
         return bad
 
     def _in_background(self, work: Callable[[], T]) -> Step[T]:
-        completion: Completion[T] = self.writer.executor.submit(work, Urgency.BACKGROUND)
+        completion: Completion[T] = self.writer.appender.executor.submit(work, Urgency.BACKGROUND)
         return (yield from wait(completion))
 
 

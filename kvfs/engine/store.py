@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from kvfs.engine import ops
 from kvfs.engine.admission import Admission
+from kvfs.engine.appender import Appender, Counters
 from kvfs.engine.assembly import Assembler
 from kvfs.engine.buffer import NOTHING, Buffer, Kept, Place, cut
 from kvfs.engine.codec import CodecChoice
@@ -53,7 +54,7 @@ from kvfs.engine.space import Purpose, Space, changes, cost
 from kvfs.engine.state import CODEC_XATTR, Done
 from kvfs.engine.superblocks import read_superblocks, write_superblock
 from kvfs.engine.units import Units
-from kvfs.engine.writer import ID_WINDOW, Counters, Writer
+from kvfs.engine.writer import ID_WINDOW, Writer
 
 log = logging.getLogger(__name__)
 
@@ -117,27 +118,26 @@ class Store:
         options: StoreOptions,
         loaded: Loaded,
     ) -> None:
-        superblock = loaded.superblock
         self._executor = executor
         self._buffer = buffer
         self._options = options
         self._state = loaded.state
         self._space = Space(loaded.ring, loaded.index, loaded.extent_max)
-        self._writer = Writer(
-            device, executor, buffer, loaded.ring, loaded.index, loaded.state, self._space,
-            superblock, loaded.operation, lambda inodes: None, options.shadow,
+        self._appender = Appender(
+            device, executor, loaded.ring, loaded.superblock, loaded.operation, options.shadow,
             options.deadline_seconds,
         )  # fmt: skip
-        self._writer.counters.replayed_frames = loaded.frames
+        self._writer = Writer(self._appender, buffer, loaded.index, loaded.state, self._space)
+        self._appender.counters.replayed_frames = loaded.frames
         self._reader = ExtentReader(
             device, executor, loaded.ring, buffer, options.cache_size, loaded.index.vault
         )
-        self._failover = self._writer.failover
+        self._failover = self._appender.failover
         self._reader.is_silent = loaded.index.nodes.is_silent = lambda: self._failover.is_silent
         self._assembler = Assembler(self._reader)
         self._units = Units(loaded.index, loaded.state, lambda: self._space.total, options.policy)
         self._reclaimer = Reclaimer(
-            self._units, self._perform, self._writer.counters, options.reclaim,
+            self._units, self._perform, self._appender.counters, options.reclaim,
             options.unused_seconds,
         )  # fmt: skip
         self._admission = Admission(
@@ -191,14 +191,14 @@ class Store:
             self._buffer.close(keep=False)
             return
         try:
-            self._writer.check()
+            self._appender.check()
             self._failover.check()
             for step in (self._drop_orphans, self._units.book):
                 with suppress(UnreadableNode):
                     yield from step()
             yield from self._last_checkpoint()
             yield from self._writer.finished()
-            self._writer.check()
+            self._appender.check()
         except BaseException:
             self._failover.close()
             self._buffer.close(keep=True)
@@ -231,8 +231,9 @@ class Store:
         # What was replayed may lie in the device's cache alone; the superblock calls it durable.
         device.flush()
         # Both slots, one after the other: each alone knows the epoch and all ids of it.
-        for writer.superblock in (begun, begun.next()):
-            write_superblock(device, writer.superblock)
+        for superblock in (begun, begun.next()):
+            write_superblock(device, superblock)
+            self._appender.superblock = superblock
         ring.epoch = begun.epoch
         ring.flushed = ring.position.sequence - 1
         ring.checkpointed(old.replay.sequence)
@@ -242,7 +243,7 @@ class Store:
         self._buffer.begin(token)
         for record in recovered:
             self._redo(ops.unpack(record.operation), record.kept)
-        writer.counters.recovered_operations = len(recovered)
+        self._appender.counters.recovered_operations = len(recovered)
         self._executor.spawn(self._drop_orphans())
 
     def _make_root(self) -> None:
@@ -266,7 +267,7 @@ class Store:
 
     @property
     def superblock(self) -> Superblock:
-        return self._writer.superblock
+        return self._appender.superblock
 
     @property
     def damage(self) -> str | None:
@@ -417,7 +418,7 @@ class Store:
 
     @property
     def counters(self) -> Counters:
-        return self._writer.counters
+        return self._appender.counters
 
     @property
     def index_errors(self) -> int:
@@ -427,7 +428,7 @@ class Store:
     @property
     def failure(self) -> str | None:
         """Why the device cannot be written, if so."""
-        failure = self._writer.failure or self._failover.failure
+        failure = self._appender.failure or self._failover.failure
         return None if failure is None else str(failure)
 
     @property
@@ -531,7 +532,7 @@ class Store:
     def rewrite(self, ino: int, offset: int, length: int) -> Step[bool]:
         """Have what the ring holds of a part of a file, all of it in memory, written to the ring
         anew, packed: the content stays as it is. False when it is not in memory."""
-        self._writer.check()
+        self._appender.check()
         if self.read_only:
             return False
         yield from self._writer.arrived()
@@ -697,7 +698,7 @@ class Store:
     ) -> Step[Inode | None]:
         """Raises EBUSY when it is no longer allowed once there is room for it."""
         writer = self._writer
-        writer.check()
+        self._appender.check()
         if self.read_only:
             raise error(errno.EROFS)
         charge = cost(op)
@@ -737,29 +738,35 @@ class Store:
 
     def look(self) -> None:
         """Call about once a second, whatever waits: has the device failed, is it back?"""
-        if not self.read_only and self._writer.failure is None:
+        if not self.read_only and self._appender.failure is None:
             self._failover.look()
 
     def tick(self) -> Step[None]:
         """Call about once a second: what is answered is written within 5 s, flushed
         within 30 s, and checkpointed as the options say."""
-        writer, options = self._writer, self._options
+        writer, appender, options = self._writer, self._appender, self._options
         if self._is_fixed or self.failure is not None:
             return
         now = time.monotonic()
         waits_since = writer.waits_since
         if waits_since is not None and now - waits_since > _WRITE_SECONDS - _TICK_SECONDS:
             writer.seal()
-        unflushed = self._space.ring.flushed < writer.committed_sequence
-        if unflushed and now - writer.flush_time > _FLUSH_SECONDS - _WRITE_SECONDS:
-            yield from writer.flush()
+        unflushed = self._space.ring.flushed < appender.committed_sequence
+        if unflushed and now - appender.flush_time > _FLUSH_SECONDS - _WRITE_SECONDS:
+            yield from appender.flush()
         if writer.damage is not None:
             return
-        written = writer.bytes_since_checkpoint
-        due = now - writer.checkpoint_time > options.checkpoint_seconds
+        written = appender.bytes_since_checkpoint
+        due = now - writer.checkpoints.time > options.checkpoint_seconds
         long = written > options.checkpoint_bytes
         many = writer.index.changes > options.checkpoint_changes
-        if (due and written) or long or many or writer.ids_are_short or writer.is_to_erase:
+        if (
+            (due and written)
+            or long
+            or many
+            or writer.ids_are_short
+            or writer.checkpoints.is_to_erase
+        ):
             yield from writer.checkpoint()
         for step in (self.drop_free, self._book, self._expire):
             with suppress(UnreadableNode):  # what is damaged does not keep up the rest

@@ -24,6 +24,8 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from kvfs.engine import appender as appender_module
+from kvfs.engine import checkpoints as checkpoints_module
 from kvfs.engine import failover as failover_module
 from kvfs.engine import reclaim as reclaim_module
 from kvfs.engine import store as store_module
@@ -158,8 +160,8 @@ class CrashMachine(RuleBasedStateMachine):
     @initialize(segments=st.integers(12, 16), batch=st.sampled_from([MIB // 4, MIB, 8 * MIB]))
     def begins(self, segments: int, batch: int) -> None:
         modules = (
-            store_module, writer_module, writeback_module, superblocks_module, reclaim_module,
-            failover_module,
+            store_module, appender_module, checkpoints_module, writer_module, writeback_module,
+            superblocks_module, reclaim_module, failover_module,
         )  # fmt: skip
         for module in modules:
             self.patches.enter_context(patch.object(module, "time", self.clock))

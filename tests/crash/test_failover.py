@@ -208,7 +208,7 @@ class FailoverMachine(DeferredCrashMachine):
     @invariant()
     def lives(self) -> None:
         if hasattr(self, "store"):
-            assert self.store._writer.failure is None
+            assert self.store._appender.failure is None
             assert not self.store.failover.gave_up
             assert self.store.failover.used <= _SHADOW + _SHADOW // 16 + 4096
             self.forget_old_history()

@@ -165,7 +165,7 @@ def _check_maps(items: Items) -> None:
 
 
 def _check_liveness(store: Store, items: Items) -> None:
-    geometry = store._writer.ring.geometry
+    geometry = store._appender.ring.geometry
     expected = Liveness(geometry.segment_count, geometry.segment_size)
     checkpoint = store._writer.index.checkpoint
     places: list[Extent | Pointer] = list(items.extents.values())
@@ -177,7 +177,7 @@ def _check_liveness(store: Store, items: Items) -> None:
     for place in places:
         assert geometry.contains(place.address, round_up(place.stored))
         expected.mark(place.address, place.stored)  # refuses what overlaps
-    live = store._writer.ring.liveness
+    live = store._appender.ring.liveness
     assert live.live_blocks.tolist() == expected.live_blocks.tolist()
     assert live._bits == expected._bits
 
@@ -198,7 +198,7 @@ def key_places(store: Store) -> list[Pointer]:
 def check_slots(store: Store) -> None:
     """Both superblocks are good, and what they lead to is not in a segment that may be
     overwritten: checkpoints, the extents in them, and the log from there on."""
-    ring, device = store._writer.ring, store._writer.device
+    ring, device = store._appender.ring, store._appender.device
     free = {number for number, is_free in enumerate(ring._free_mask()) if is_free}
     if ring.position.next_segment != NO_SEGMENT:
         free.add(ring.position.next_segment)

@@ -78,7 +78,7 @@ def test_a_cleaned_segment_is_free_two_checkpoints_later(bench: Bench) -> None:
             run(bench.store.unlink(1, b"%d" % number))
     for _ in range(2):
         run(bench.store.checkpoint())
-    ring = bench.store._writer.ring
+    ring = bench.store._appender.ring
     before = ring.free_segments
     run(bench.store.clean())
     for _ in range(2):
@@ -94,7 +94,7 @@ def test_nodes_of_the_index_are_carried_too(bench: Bench) -> None:
     for number in range(2000):
         bench.make(b"directory-%d" % number, mode=0o40755)
     run(bench.store.checkpoint())
-    ring = bench.store._writer.ring
+    ring = bench.store._appender.ring
     nodes = set(range(ring.position.segment + 1))
     bench.write(bench.make(b"file"), noise(3 * MIB))
     run(bench.store.sync())
@@ -142,8 +142,8 @@ def test_a_segment_whose_frames_cannot_be_read_is_left_alone(bench: Bench) -> No
     (extent,) = run(bench.store.extents(inos[2], 0, 1))
     flip(bench.device.image, extent.address - BLOCK + 20)  # in the head of its frame
     run(bench.store.clean())
-    segment = bench.store._writer.ring.geometry.segment(extent.address)
-    assert segment in bench.store._writer.ring.unmovable
+    segment = bench.store._appender.ring.geometry.segment(extent.address)
+    assert segment in bench.store._appender.ring.unmovable
     for ino in inos[1:]:
         assert bench.read(ino) == painted(ino & 0xFFFF, 0, 60_000)
 

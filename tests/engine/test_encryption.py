@@ -183,7 +183,7 @@ def test_a_removed_session_is_noise(bench: Bench, when: str, end: str) -> None:
     match end:
         case "tick":
             bench.write_out()
-            bench.store._writer.erased_time -= 60
+            bench.store._writer.checkpoints.erased_time -= 60
             run(bench.store.tick())
         case "close":
             run(bench.store.close())

@@ -127,7 +127,7 @@ def test_a_flush_that_ends_well_beside_a_failure_proves_nothing(
     executor.hangs = lambda call: call == bench.device.flush
     first = bench.begin(bench.store.sync())
     executor.settle()
-    flushed = bench.store._writer.ring.flushed
+    flushed = bench.store._appender.ring.flushed
     bench.device.fail = failing("write")
     bench.go(bench.store.write(ino, 100_000, noise(100_000, 2)))
     second = bench.begin(bench.store.sync())
@@ -135,7 +135,7 @@ def test_a_flush_that_ends_well_beside_a_failure_proves_nothing(
     assert outcome(first) == outcome(second) == errno.EIO
     executor.hangs = lambda call: False
     executor.settle()
-    assert bench.store._writer.ring.flushed == flushed
+    assert bench.store._appender.ring.flushed == flushed
     bench.device.lose_unflushed(nothing_survives)
     bench.device.fail = lambda kind, address, length: None
     look(bench, clock)
@@ -260,7 +260,7 @@ def test_a_segment_with_a_bad_place_is_not_cleaned_and_everything_else_goes_on(
             run(bench.store.unlink(1, name))
     for _ in range(2):
         run(bench.store.checkpoint())
-    ring = bench.store._writer.ring
+    ring = bench.store._appender.ring
     victim = ring.victim()
     assert victim is not None
     start = ring.geometry.address(victim)

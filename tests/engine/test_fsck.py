@@ -428,7 +428,7 @@ def test_a_part_of_the_bitmap_that_is_lost_is_made_anew(closed: Case) -> None:
 def test_a_bitmap_that_is_wrong_is_made_anew(bench: Bench) -> None:
     populated(bench)
     before = shown(bench.store)
-    bench.store._writer.ring.liveness.mark(DATA_START + 12 * MIB, 5 * BLOCK)
+    bench.store._appender.ring.liveness.mark(DATA_START + 12 * MIB, 5 * BLOCK)
     run(bench.store.close())
     report = repaired(bench.device)
     assert [str(f) for f in report.findings] == [
@@ -574,7 +574,7 @@ def test_sectors_that_cannot_be_read_are_told(closed: Case) -> None:
 def test_what_lies_behind_unreadable_frames_is_carried_elsewhere(closed: Case) -> None:
     """The index knows where it is; but cleaning would not find it."""
     bench = closed.reopened(closed.damaged())
-    ring = bench.store._writer.ring
+    ring = bench.store._appender.ring
     ino = bench.find(b"deep", bench.find(b"below", bench.find(b"two")))
     (extent, *_) = run(bench.store.extents(ino, 0, 300_000))
     segment = ring.geometry.segment(extent.address)
@@ -583,7 +583,7 @@ def test_what_lies_behind_unreadable_frames_is_carried_elsewhere(closed: Case) -
     assert structures(report) == {"segment"} and not report.lost
     assert closed.show(device) == closed.before
     bench = closed.reopened(device)
-    assert bench.store._writer.ring.live_bytes(segment) == 0
+    assert bench.store._appender.ring.live_bytes(segment) == 0
 
 
 # -- items that contradict each other ------------------------------------------------------

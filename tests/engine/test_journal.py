@@ -139,7 +139,7 @@ def test_a_stale_frame_of_an_earlier_turn_behind_the_end_is_ignored(bench: Bench
     """Units of one size: after a turn of the ring old frames lie exactly where the next
     ones will."""
     ino = bench.make(b"file")
-    ring, device = bench.store._writer.ring, bench.device
+    ring, device = bench.store._appender.ring, bench.device
     content = b""
     for number in range(1000):
         content = noise(200_000, number)
@@ -240,7 +240,7 @@ def test_a_unit_without_one_of_its_frames_never_happened(bench: Bench, which: in
     wipe(image, unit[which].address)
     other = Bench(bench.directory / "x", RecordingDevice(image), boot="next")
     assert files(other.store) == expected(b"a")
-    assert other.store._writer.ring.position.sequence == unit[0].sequence
+    assert other.store._appender.ring.position.sequence == unit[0].sequence
     other.write(other.make(b"d"), noise(SIZE, ord("d")))
     run(other.store.sync())
     assert files(reopened(bench, other.device.image)) == expected(b"a", b"d")
@@ -248,11 +248,11 @@ def test_a_unit_without_one_of_its_frames_never_happened(bench: Bench, which: in
 
 def test_the_segments_of_a_unit_that_never_happened_are_free(bench: Bench) -> None:
     """Else the same operations, done again from the log in tmpfs, would find no space."""
-    free_before = bench.store._writer.ring.free_segments
+    free_before = bench.store._appender.ring.free_segments
     unit = large_unit(bench)
     image = bytearray(bench.device.image)
     wipe(image, unit[-1].address)
-    ring = reopened(bench, image)._writer.ring
+    ring = reopened(bench, image)._appender.ring
     assert ring.free_segments == free_before
 
 
@@ -498,7 +498,7 @@ def tmpfs_bench(bench: Bench) -> Callable[..., Bench]:
 
 def test_a_link_leads_to_a_segment_that_was_not_known_in_time(bench: Bench) -> None:
     """All frames of a segment were written while none was free; then one became free."""
-    ring = bench.store._writer.ring
+    ring = bench.store._appender.ring
     while ring.position.offset < MIB - 30 * BLOCK:
         bench.write(bench.make(b"f%d" % ring.position.sequence), noise(5 * BLOCK))
         bench.write_out()
@@ -516,4 +516,4 @@ def test_a_link_leads_to_a_segment_that_was_not_known_in_time(bench: Bench) -> N
     assert any(frame.frame_length == BLOCK for frame in frames_written(bench.device)), "a link"
     store = reopened(bench, bench.device.image)
     assert files(store)[b"behind"] == noise(60 * BLOCK, 9)
-    assert store._writer.ring.position.segment != Geometry(MIB, 16).segment(last.address)
+    assert store._appender.ring.position.segment != Geometry(MIB, 16).segment(last.address)

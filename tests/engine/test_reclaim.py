@@ -11,6 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
+from kvfs.engine import appender as appender_module
+from kvfs.engine import checkpoints as checkpoints_module
 from kvfs.engine import reclaim as reclaim_module
 from kvfs.engine import store as store_module
 from kvfs.engine import subtree
@@ -32,7 +34,7 @@ DAY = 24 * 3600
 @pytest.fixture
 def clock() -> Iterator[Clock]:
     clock = Clock()
-    modules = (reclaim_module, store_module, writer_module)
+    modules = (reclaim_module, store_module, appender_module, checkpoints_module, writer_module)
     patches = [patch.object(module, "time", clock) for module in modules]
     for each in patches:
         each.start()

@@ -276,7 +276,7 @@ def test_nothing_that_happens_beside_it_looks_like_rot(tmpfs: Path, seed: int) -
     assert not store.scrub.is_running
     rotten = {rot.extent.extent_id for rot in store.scrub.rotten if rot.extent is not None}
     assert rotten == {extent.extent_id} and store.scrub.errors == 1
-    assert not store._writer.ring._readers, "nothing stays pinned"
+    assert not store._appender.ring._readers, "nothing stays pinned"
     executor.run(store.close())
 
 
@@ -333,7 +333,7 @@ def test_what_is_being_read_is_not_written_over(tmpfs: Path, phase: Phase) -> No
     executor.holds = lambda: False
     executor.finish(scrub)
     assert (store.scrub.passes, store.scrub.errors) == (1, 0)
-    assert not store._writer.ring._readers, "nothing stays pinned"
+    assert not store._appender.ring._readers, "nothing stays pinned"
     executor.run(store.close())
 
 

@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import pytest
 
+from kvfs.engine import appender as appender_module
+from kvfs.engine import checkpoints as checkpoints_module
 from kvfs.engine import reclaim as reclaim_module
 from kvfs.engine import store as store_module
 from kvfs.engine import writer as writer_module
@@ -41,7 +43,13 @@ def clock() -> Iterator[Clock]:
     clock = Clock()
     patches = [
         patch.object(module, "time", clock)
-        for module in (reclaim_module, store_module, writer_module)
+        for module in (
+            reclaim_module,
+            store_module,
+            appender_module,
+            checkpoints_module,
+            writer_module,
+        )
     ]
     for each in patches:
         each.start()

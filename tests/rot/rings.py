@@ -11,7 +11,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
-from kvfs.engine import btree, reclaim, store, superblocks, writeback, writer
+from kvfs.engine import appender, btree, checkpoints, reclaim, store, superblocks, writeback, writer
 from kvfs.engine.io import run
 from kvfs.engine.superblocks import Encryption
 from tests.crash.machine import Clock
@@ -183,7 +183,7 @@ def ring(name: str) -> Ring:
         stack.enter_context(patch.multiple(btree, NODE_SIZE=512, _NODE_MIN=128))
         stack.enter_context(patch("secrets.token_bytes", Random(name).randbytes))
         clock = Clock()
-        for module in (superblocks, store, writer, writeback, reclaim):
+        for module in (superblocks, store, appender, checkpoints, writer, writeback, reclaim):
             stack.enter_context(patch.object(module, "time", clock))
         maker = _maker(Path(directory) / "ring", ENCRYPTION if name == "encrypted" else None)
         maker.populate()
