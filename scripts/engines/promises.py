@@ -16,7 +16,7 @@ _SMALL_RING_SIZE = "1G"
 _CLOCK_FACTOR = 60  # what was used a second ago may be reclaimed
 _FILLER_SIZE = 16 * MIB
 _FILLERS = 16  # of them are to have gone
-_FILL_SECONDS = 300
+_FILL_SECONDS = 900
 _REFUSED_SECONDS = 0.2
 
 
