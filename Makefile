@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo agents test lint bench engines scale scenarios crash encrypted rot turnover fuzz full hunt soak posix man clean
+.PHONY: help setup system demo agents test lint engines bench scale scenarios crash encrypted rot turnover fuzz full hunt soak posix monitoring man clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,6 +73,12 @@ posix: setup ## Two foreign suites, as root: make posix PJDFSTEST=FOLDER FSX=PRO
 
 man: setup ## The manual pages in docs/man, from the help of the command
 	$(BIN)/python scripts/make_man.py
+
+# Of the package prometheus this one program is wanted, not the service that comes with it.
+monitoring: setup ## Rules, dashboard and metrics by Prometheus' own checker, which is fetched
+	test -x build/prometheus/usr/bin/promtool || { mkdir -p build && cd build && \
+		apt-get download prometheus && dpkg-deb -x prometheus_*.deb prometheus; }
+	PATH="$(CURDIR)/build/prometheus/usr/bin:$$PATH" $(BIN)/pytest tests/mount_tools/test_monitoring.py
 
 clean: ## Remove caches and build outputs; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

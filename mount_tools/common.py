@@ -69,6 +69,11 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
 
 
+def warn_json(value: object) -> None:
+    """For scripts, where the output is something else: one line on stderr."""
+    print(json.dumps(value), file=sys.stderr)
+
+
 def printable(text: str) -> str:
     """A file's name may hold any bytes: those that would upset a terminal, begin a line, or
     turn the direction of writing are escaped, and what escapes them."""

@@ -7,42 +7,27 @@ import os
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from mount_tools.common import CommandError, printable
+from mount_tools.common import CommandError
+from mount_tools.logs import LogFile, log_to, open_log
 
 _READY = b"+"
 _FAILED = b"-"
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-
-class LineFormatter(logging.Formatter):
-    """One line a record, whatever names of files are in it; what tells of an exception is
-    indented, so that it does not look like a record."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        record.message = printable(record.message)
-        return super().formatMessage(record)
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802
-        lines = super().formatException(ei).split("\n")
-        return "\n".join(f"  {printable(line)}" for line in lines)
-
-
-def log_to_stderr() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(LineFormatter(_LOG_FORMAT))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def run_in_background(
-    work: Callable[[Callable[[], None]], None], explain: Callable[[Exception], str], log: Path
+    work: Callable[[Callable[[], None]], None],
+    explain: Callable[[Exception], str],
+    log: Path,
+    *,
+    as_json: bool,
 ) -> None:
     """Call `work(ready)` in a daemon and return once it has called `ready`.
 
-    The daemon's output and its log go to the file `log`. Raises CommandError with what
-    `explain` made of the daemon's exception when it failed before it was ready.
-    No thread may exist yet: the fork would lose it.
+    The daemon's output and its log, `as_json` or as text, go to the file `log`. Raises
+    CommandError with what `explain` made of the daemon's exception when it failed before it was
+    ready. No thread may exist yet: the fork would lose it.
     """
     output = _open_log(log)
     read_end, write_end = os.pipe()
@@ -50,7 +35,7 @@ def run_in_background(
     if child == 0:
         os.close(read_end)
         _become_daemon(output, write_end)
-        _work_and_exit(work, explain, write_end)
+        _work_and_exit(work, explain, write_end, log, as_json=as_json)
     os.close(write_end)
     os.close(output)
     os.waitpid(child, 0)
@@ -65,7 +50,8 @@ def run_in_background(
 def _open_log(log: Path) -> int:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with open_log(log) as stream:
+            return os.dup(stream.fileno())
     except OSError as failure:
         raise CommandError(
             f"the log {log} cannot be written ({failure.strerror}); choose one with --log FILE"
@@ -91,9 +77,12 @@ def _work_and_exit(
     work: Callable[[Callable[[], None]], None],
     explain: Callable[[Exception], str],
     write_end: int,
+    log: Path,
+    *,
+    as_json: bool,
 ) -> NoReturn:
     """Never returns into the code of the parent, whose files and handlers are not ours."""
-    log_to_stderr()
+    log_to(LogFile(log), as_json=as_json)
     waiting = True
 
     def tell(message: bytes) -> None:

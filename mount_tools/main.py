@@ -10,7 +10,25 @@ import typer
 
 import kvfs
 from kvfs.engine.device import DeviceError
-from mount_tools import fork, fsck, log, ls, mkfs, mount, profile, replay, scrub, stat, umount
+from mount_tools import (
+    bench,
+    export,
+    fork,
+    fsck,
+    import_,
+    log,
+    ls,
+    mkfs,
+    monitoring,
+    mount,
+    profile,
+    receive,
+    replay,
+    scrub,
+    send,
+    stat,
+    umount,
+)
 from mount_tools.common import CommandError, describe_os_error, say, warn
 
 app = typer.Typer(
@@ -28,9 +46,15 @@ app.command()(scrub.scrub)
 app.command()(ls.ls)
 app.command()(stat.stat)
 app.command()(fork.fork)
+app.command()(export.export)
+app.command("import")(import_.import_)
+app.command()(send.send)
+app.command()(receive.receive)
 app.command()(log.log)
 app.command()(replay.replay)
+app.command()(bench.bench)
 app.command()(profile.profile)
+app.command()(monitoring.monitoring)
 
 # What typer raises for a wrong command line; which module it lives in depends on its version.
 _UsageError: type[Any] = typer.BadParameter.__bases__[0]

@@ -8,6 +8,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Callable
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,8 +29,9 @@ from mount_tools.common import (
     say,
     warn,
 )
-from mount_tools.daemonize import log_to_stderr, run_in_background
+from mount_tools.daemonize import run_in_background
 from mount_tools.keys import KeyCommand, KeyFile, Keyring, read_key
+from mount_tools.logs import log_to
 from mount_tools.mountpoints import (
     State,
     Stats,
@@ -61,6 +63,15 @@ def _parse_rate(text: str) -> int:
             f"{text!r} is less than 64K a second; to scrub only by kvfs scrub, use --scrub-every 0"
         )
     return rate
+
+
+def _parse_address(text: str) -> str:
+    try:
+        return str(ip_address(text))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not an IP address: give 127.0.0.1, ::1 or 0.0.0.0"
+        ) from None
 
 
 def mount(
@@ -99,6 +110,28 @@ def mount(
             show_default=False,
         ),
     ] = None,
+    log_json: Annotated[
+        bool, typer.Option("--log-json", help="A JSON object a line in the log.")
+    ] = False,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="PORT",
+            min=1,
+            max=65535,
+            help="Serve Prometheus' metrics at http://ADDR:PORT/metrics. [default: only in "
+            "MNT/.kvfs/metrics]",
+            show_default=False,
+        ),
+    ] = None,
+    metrics_address: Annotated[
+        str,
+        typer.Option(
+            parser=_parse_address,
+            metavar="ADDR",
+            help="Where the metrics are served; 0.0.0.0 lets other machines read them.",
+        ),
+    ] = "127.0.0.1",
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay, and log to stderr (for systemd).")
     ] = False,
@@ -168,6 +201,7 @@ def mount(
       kvfs mount /mnt/kv ring.img --warm 8G --log kvfs.log
       kvfs mount /mnt/kv /dev/nvme1n1 --profile gov
       kvfs mount /mnt/kv ring.img -o ro --foreground
+      kvfs mount /mnt/kv /dev/nvme1n1 --metrics-port 9464 --log-json
       kvfs mount /mnt/kv ring.img --key-file ring.key
     """
     key = read_key(key_file, key_command, keyring)
@@ -183,7 +217,7 @@ def mount(
 
     def make_config() -> MountConfig:
         from kvfs.engine.store import StoreOptions
-        from kvfs.mount.config import MountConfig
+        from kvfs.mount.config import MetricsAddress, MountConfig
         from kvfs.mount.scrubbing import ScrubOptions
 
         return MountConfig(
@@ -194,6 +228,7 @@ def mount(
             options=chosen,
             deadline_seconds=deadline,
             profile=tiers,
+            metrics=None if metrics_port is None else MetricsAddress(metrics_address, metrics_port),
             scrub=ScrubOptions(scrub_rate, scrub_every * _DAY_SECONDS),
             store=StoreOptions(
                 checkpoint_seconds=checkpoint or tiers.checkpoint_seconds,
@@ -205,11 +240,14 @@ def mount(
         )
 
     if foreground:
-        _serve_in_foreground(make_config, key)
+        _serve_in_foreground(make_config, key, log_json=log_json)
         return
     log_path = canonical(log_file or _default_log(mountpoint))
     run_in_background(
-        lambda ready: _serve(make_config, key, ready), lambda f: _explain(f, log_path), log_path
+        lambda ready: _serve(make_config, key, ready),
+        lambda failure: _explain(failure, log_path),
+        log_path,
+        as_json=log_json,
     )
     _report(mountpoint, read_stats(mountpoint), log_path)
 
@@ -312,17 +350,20 @@ def _serve(
     from kvfs.mount.daemon import serve
 
     config = make_config()
+    about = {"source": str(config.source), "mountpoint": str(config.mountpoint)}
 
     def mounted() -> None:
-        log.info("mounted %s on %s", config.source, config.mountpoint)
+        log.info("mounted %s on %s", config.source, config.mountpoint, extra=about)
         ready()
 
     serve(config, key, mounted)
-    log.info("unmounted %s", config.mountpoint)
+    log.info("unmounted %s", config.mountpoint, extra=about)
 
 
-def _serve_in_foreground(make_config: Callable[[], MountConfig], key: bytes | None) -> None:
-    log_to_stderr()
+def _serve_in_foreground(
+    make_config: Callable[[], MountConfig], key: bytes | None, *, log_json: bool
+) -> None:
+    log_to(logging.StreamHandler(), as_json=log_json)
     try:
         _serve(make_config, key, _notify_supervisor)
     except Exception as failure:

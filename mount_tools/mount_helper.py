@@ -16,9 +16,9 @@ _USAGE, _FAILURE = 1, 32
 # Options of `kvfs mount` that a line of fstab may set as NAME=VALUE.
 _SETTINGS = (
     "warm-dir", "warm", "log", "deadline", "checkpoint", "profile", "scrub-rate", "scrub-every",
-    "key-file", "keyring", "shadow",
+    "key-file", "keyring", "shadow", "metrics-port", "metrics-address",
 )  # fmt: skip
-_SWITCHES = {"reclaim": "--reclaim", "noreclaim": "--no-reclaim"}
+_SWITCHES = {"reclaim": "--reclaim", "noreclaim": "--no-reclaim", "log-json": "--log-json"}
 
 # What mount(8), systemd and the kernel keep for themselves, or what holds anyway.
 _FOR_OTHERS = {

@@ -228,7 +228,7 @@ def _show_file(path: Path, with_extents: bool, json_output: bool) -> None:
 
 def _read_file(path: Path) -> LayerFile:
     status = path.stat()
-    extents = list(_extents(path))
+    extents = list(extents_of(path))
     dtype, shape = read_xattr(path, "dtype"), _parse_shape(read_xattr(path, "shape"))
     row_bytes = _row_bytes(dtype, shape)
     return LayerFile(
@@ -327,7 +327,7 @@ def _ratio_text(size: int, stored: int) -> str:
     return "-" if shrunk is None else f"{shrunk:.2f}"
 
 
-def _extents(path: Path) -> Iterator[dict[str, Any]]:
+def extents_of(path: Path) -> Iterator[dict[str, Any]]:
     """All of a file's: an extended attribute holds so many, and says where to go on."""
     start: int | None = 0
     while start is not None:

@@ -44,6 +44,8 @@ class SimulatedTier:
 
     # -- kvfs.tiers.planner.Tier
 
+    is_strained = False
+
     def is_whole(self, session: int) -> bool:
         return session in self.up
 

@@ -20,6 +20,7 @@ from kvfs.engine.device import Device
 from kvfs.engine.failover import Failover
 from kvfs.engine.format import Item, Pointer, RecordHeader, Superblock
 from kvfs.engine.io import Completion, Executor, Step, Urgency, wait
+from kvfs.engine.latency import Latencies
 from kvfs.engine.metadata import EncodedRecord
 from kvfs.engine.nodes import error
 from kvfs.engine.ring import PlacedFrame, Ring
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 _METADATA_WRITES_MAX = 8
 _BANDWIDTH_SAMPLE_MIN = 1024 * 1024
+# A frame is 4 KiB or many MiB: what is slow can be told for both by one bound.
+_LATENCY_UNIT = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -48,6 +51,20 @@ class Counters:
     reclaimed: int = 0
     recovered_operations: int = 0
     replayed_frames: int = 0
+
+
+@dataclass(slots=True)
+class _FrameWrite:
+    """Runs in a thread. `seconds` is what the device took, once it did it."""
+
+    device: Device
+    frame: PlacedFrame
+    seconds: float | None = None
+
+    def __call__(self) -> None:
+        started = time.perf_counter()
+        self.device.write(self.frame.header.address, self.frame.buffers)
+        self.seconds = time.perf_counter() - started
 
 
 @dataclass(eq=False)
@@ -73,6 +90,7 @@ class Appender:
         )  # fmt: skip
         self.auto = AutoCodec()
         self.counters = Counters()
+        self.latencies = Latencies()  # of frames; of each MiB of those that are longer
         self.failure: BaseException | None = None
         self.committed_sequence = self.ring.position.sequence - 1
         self.bytes_since_checkpoint = 0
@@ -108,14 +126,20 @@ class Appender:
             self.counters.frames += 1
             self.counters.device_written += frame.header.frame_length
             self.bytes_since_checkpoint += frame.header.frame_length
-        return [self.failover.write(frame, partial(self._write_frame, frame)) for frame in frames]
+        return [self._write_frame(frame) for frame in frames]
 
-    def _write_frame(self, frame: PlacedFrame) -> None:
-        """Runs in a thread; the smoothed bandwidth is one number, so a race is harmless."""
-        started = time.perf_counter()
-        self.device.write(frame.header.address, frame.buffers)
-        if frame.header.frame_length >= _BANDWIDTH_SAMPLE_MIN:
-            self.auto.saw_write(frame.header.frame_length, time.perf_counter() - started)
+    def _write_frame(self, frame: PlacedFrame) -> Completion[None]:
+        write = _FrameWrite(self.device, frame)
+        written = self.failover.write(frame, write)
+        written.when_done(partial(self._saw_write, frame.header.frame_length, write))
+        return written
+
+    def _saw_write(self, size: int, write: _FrameWrite) -> None:
+        if write.seconds is None:
+            return  # it failed
+        self.latencies.saw(write.seconds / max(1, size / _LATENCY_UNIT))
+        if size >= _BANDWIDTH_SAMPLE_MIN:
+            self.auto.saw_write(size, write.seconds)
 
     def append(self, payloads: list[Payload], items: list[Item]) -> Appended:
         """A unit of what is in the ring already, or describes it, as frames that are being

@@ -41,7 +41,8 @@ class Known:
     `references` counts its slices in the maps of all files, `users` the files in use
     among them, and what else needs it in memory. `extent` is where it lies, `new` its
     bytes until it does; both are None for one that the extent table lacks. `taken` is
-    what it takes on the device, in bytes, once that is known.
+    what it takes on the device, in bytes, once that is known; `given_up` is what of it is free
+    once the ring says that nobody refers to it any longer.
     """
 
     extent_id: int
@@ -49,16 +50,19 @@ class Known:
     extent: Extent | None = None
     new: NewExtent | None = None
     taken: int = 0
+    given_up: int = 0
     users: int = 0
 
 
 @dataclass(slots=True)
 class ExtentTable:
     """The part of the extent table that is in use. `dropped` are those that lost their
-    last reference since the last seal."""
+    last reference since the last seal; `given_up` are the bytes of these, and of those whose
+    end is on its way to the ring."""
 
     index: Index
     dropped: list[Known] = field(default_factory=list)
+    given_up: int = 0
     _known: dict[int, Known] = field(default_factory=dict)
 
     def __getitem__(self, extent_id: int) -> Known:
@@ -96,11 +100,18 @@ class ExtentTable:
             self.index.delete(extent_key(known.extent_id))
             self.use(known)
             self.dropped.append(known)
+            known.given_up = known.taken if known.extent is not None else 0
+            self.given_up += known.given_up
         if known.references > 1:
             value = REFERENCES.pack(known.references)
             self.index.put(references_key(known.extent_id), value)
         elif old > 1:
             self.index.delete(references_key(known.extent_id))
+
+    def ended(self, known: Known) -> None:
+        """The ring says so."""
+        self.given_up -= known.given_up
+        self.let_go(known)
 
     def moved(self, extent: Extent) -> None:
         """It lies elsewhere now."""

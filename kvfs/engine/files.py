@@ -297,7 +297,7 @@ class Files:
             known.new, known.extent = None, extent
         dead = [known.extent for known in sealed.dropped if known.extent is not None]
         for known in sealed.dropped:
-            self.table.let_go(known)
+            self.table.ended(known)
         return dead
 
 

@@ -208,8 +208,11 @@ class ExtentReader:
             return False
         self._rotten[extent.extent_id] = None
         self.errors.checksum += 1
-        place = (extent.extent_id, extent.address)
-        log.error("extent %d at byte %d of the device fails its checksum", *place)
+        log.error(
+            "extent %d at byte %d of the device fails its checksum",
+            extent.extent_id, extent.address,
+            extra={"extent": extent.extent_id, "address": extent.address},
+        )  # fmt: skip
         return True
 
     def pin(self, chunks: Sequence[Chunk]) -> None:

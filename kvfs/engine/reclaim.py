@@ -74,24 +74,23 @@ class Reclaimer:
     def _make_space(self, wanted: int) -> Step[bool]:
         if not self.is_on:
             return False
-        while True:
-            yield from self.units.book()
-            now_ns = time.time_ns()
-            oldest = victims = yield from self.units.oldest(now_ns)
-            gone = 0
-            any_removed = False
-            while victims and gone < wanted:
-                for victim in self.units.in_order(victims, now_ns):
-                    if gone >= wanted:
-                        break
-                    if (yield from self.remove(victim, "the ring is full", now_ns)):
-                        gone += victim.unit.stored
-                        any_removed = True
-                else:
-                    victims = yield from self.units.oldest(now_ns, victims[-1])
-            # A session may have proved to be none: what is in it is known with the next booking.
-            if any_removed or not self.units.has_freed:
-                break
+        yield from self.units.book()
+        now_ns = time.time_ns()
+        oldest = victims = yield from self.units.oldest(now_ns)
+        gone, turned = 0, self.units.turned
+        any_removed = False
+        while victims and gone < wanted:
+            for victim in self.units.in_order(victims, now_ns):
+                if gone >= wanted:
+                    break
+                if (yield from self.remove(victim, "the ring is full", now_ns)):
+                    gone += victim.unit.stored
+                    any_removed = True
+            else:
+                victims = yield from self.units.oldest(now_ns, victims[-1])
+            if not victims and self.units.turned > turned:  # into files, which may come before
+                turned = self.units.turned
+                victims = yield from self.units.oldest(now_ns)
         if not any_removed:
             yield from self._name_holders(oldest)
         return any_removed
@@ -134,7 +133,10 @@ class Reclaimer:
         units.forget(victim.ino)
         self.counters.reclaimed_units += 1
         self.counters.reclaimed += victim.unit.stored
-        log.info("reclaimed %s (%d bytes): %s", entry["path"], victim.unit.stored, why)
+        log.info(
+            "reclaimed %s (%d bytes): %s", entry["path"], victim.unit.stored, why,
+            extra={"path": entry["path"], "stored": victim.unit.stored, "reason": why},
+        )  # fmt: skip
         names = [
             (ino, dentry.name)
             for ino, original in reversed(tree.originals.items())

@@ -342,6 +342,7 @@ class Scrub:
                 log.error(
                     "rot: bytes %d to %d of %s are lost (extent %d at byte %d of the device)",
                     hurt.offset, hurt.offset + hurt.length, whose, extent_id, rot.address,
+                    extra={"path": whose, "extent": extent_id, "address": rot.address},
                 )  # fmt: skip
             yield from self._heal(rot)
         self._asked += len(asked)
@@ -376,7 +377,10 @@ class Scrub:
         if len(self.rotten) < _ROTTEN_MAX:
             self.rotten.append(rot)
         if rot.extent is None:
-            log.error("rot: the %s at byte %d of the device is damaged", rot.what, rot.address)
+            log.error(
+                "rot: the %s at byte %d of the device is damaged", rot.what, rot.address,
+                extra={"what": rot.what, "address": rot.address},
+            )  # fmt: skip
 
     def _heal(self, rot: Rot) -> Step[None]:
         """By what warm memory has of it, for all who use it."""

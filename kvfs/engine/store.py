@@ -42,6 +42,7 @@ from kvfs.engine.io import (
     together,
     wait_all,
 )
+from kvfs.engine.latency import Latencies
 from kvfs.engine.loading import Loaded, load_newest
 from kvfs.engine.nodecache import UnreadableNode
 from kvfs.engine.nodes import Node, error, nearest_time
@@ -408,13 +409,20 @@ class Store:
 
     def usage(self) -> Usage:
         space = self._space
-        free = max(0, space.left_after_cleaning(self._writer.promised))
+        left = space.left_after_cleaning(self._writer.promised)
+        # Who removes files until enough is free must not have to wait for the ring to say so.
+        free = max(0, left + self._state.files.table.given_up)
         live = space.ring.liveness.live_bytes
         available = free + (self._units.removable if self._options.reclaim else 0)
         return Usage(
             space.total, min(free, space.total), min(available, space.total), live,
             self._state.nodes.count,
         )  # fmt: skip
+
+    @property
+    def write_latencies(self) -> Latencies:
+        """Of frames; of each MiB of those that are longer."""
+        return self._appender.latencies
 
     @property
     def counters(self) -> Counters:

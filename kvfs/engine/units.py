@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import stat
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -78,7 +78,7 @@ class Units:
     """`total` tells the size of the ring in bytes. `opened` counts open files by inode;
     `removable` is what reclaim might remove, in bytes, as of the last look at all units.
     `policy` says which units go first; without one those do that were not used for the
-    longest time."""
+    longest time. `turned` counts sessions that turned out to be pools."""
 
     index: Index
     state: State
@@ -86,9 +86,8 @@ class Units:
     policy: Policy | None = None
     opened: Counter[int] = field(default_factory=Counter)
     removable: int = 0
+    turned: int = 0
     _used: dict[int, int] = field(default_factory=dict)
-    # What was in sessions that are none any longer, and when it was used.
-    _freed: dict[int, int] = field(default_factory=dict)
     _cursor: int = 0
     _sessions: TTLCache[int, int] = field(
         default_factory=lambda: TTLCache(_SESSIONS_MAX, _SESSIONS_SECONDS)
@@ -182,24 +181,27 @@ class Units:
         is_session = is_session and not any(stat.S_ISDIR(entry.type) for _, entry in entries)
         if is_session:
             stored = yield from self.stored(directory)
-            is_session = not self._is_too_large(len(entries), stored)
+            is_session = stored <= self.total() // _SESSION_SHARE
         if not is_session:
-            yield from self._dissolve(directory, Unit(is_pool=True))
+            # It stays one, whatever becomes of it.
+            yield from self._turn(directory, Unit(is_pool=True).pack())
         return is_session
 
-    def _dissolve(self, directory: int, left: Unit | None) -> Step[None]:
-        """It is no session any longer, if it was one: what is in it was used when it was. A pool
-        that is `left` stays one, whatever becomes of it."""
-        former = yield from self.unit(directory)
-        if former.used_ns:
-            for ino in (yield from self._members(directory))[1:]:
-                self._freed.setdefault(ino, former.used_ns)
-        self._forget_session(directory)
-        self.index.apply([(unit_key(directory), left.pack() if left else None)])
-
-    def _forget_session(self, session: int) -> None:
-        for directory in [known for known, of in self._sessions.items() if of == session]:
-            del self._sessions[directory]
+    def _turn(self, directory: int, record: bytes | None) -> Step[None]:
+        """What was a session is a pool, and has that record from now on: what is in it are units
+        of their own, last used when it was."""
+        was = yield from self.unit(directory)
+        records = [(unit_key(directory), record)]
+        if was.used_ns:
+            for _, entry in (yield from self.state.names.entries(directory, 0, 1 << 62)):
+                unit = yield from self.unit(entry.ino)
+                if unit.used_ns < was.used_ns and not unit.is_pool:
+                    stored = (yield from self.state.nodes.node(entry.ino)).taken
+                    unit = replace(unit, used_ns=was.used_ns, stored=stored)
+                    records.append((unit_key(entry.ino), unit.pack()))
+            self.turned += 1
+        self._sessions.pop(directory, None)
+        self.index.apply(records)
 
     def stored(self, ino: int) -> Step[int]:
         """What an inode and all below it take on the device, in bytes."""
@@ -222,25 +224,10 @@ class Units:
         """How many inodes were used since `book`."""
         return len(self._used)
 
-    @property
-    def has_freed(self) -> bool:
-        """Whether there is something to book that was in a session that is none any longer."""
-        return bool(self._freed)
-
     def book(self, limit: int = _USED_MAX) -> Step[None]:
         """Find the units of what was used, of so many inodes at most, and note when."""
         used = dict(islice(self._used.items(), limit))
-        yield from self._book_all(used)
-        # Not before it is noted: whoever asks meanwhile finds it in one place or the other.
-        for ino, used_ns in used.items():
-            if self._used.get(ino) == used_ns:
-                del self._used[ino]
-        while self._freed:
-            freed, self._freed = self._freed, {}
-            yield from self._book_all(freed)
-
-    def _book_all(self, used: dict[int, int]) -> Step[None]:
-        of_units: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        latest: dict[int, int] = {}
         known: dict[int, _Above] = {}
         for ino, used_ns in used.items():
             try:
@@ -252,46 +239,37 @@ class Units:
                 continue  # it is gone, or cannot be found
             if not session and node.is_directory:
                 continue  # the directory of a pool is no unit
-            of_units[session or ino][ino] = used_ns
-        latest = {}
-        for unit, members in of_units.items():
+            unit = session or ino
+            latest[unit] = max(used_ns, latest.get(unit, 0))
+        for ino, used_ns in latest.items():
             with suppress(UnreadableNode):
-                if (yield from self._book(unit, max(members.values()))):
-                    latest[unit] = max(members.values())
-                else:
-                    self._forget_session(unit)
-                    self._freed.update(members)
-        if self.policy is not None and latest:
+                yield from self._book(ino, used_ns)
+        if self.policy is not None:
             _tell(self.policy, latest)
+        # Not before it is noted: whoever asks meanwhile finds it in one place or the other.
+        for ino, used_ns in used.items():
+            if self._used.get(ino) == used_ns:
+                del self._used[ino]
 
-    def _book(self, ino: int, used_ns: int) -> Step[bool]:
-        """False if it is a session that has become none meanwhile, or with this."""
+    def _book(self, ino: int, used_ns: int) -> Step[None]:
         unit = yield from self.unit(ino)
-        if unit.is_pool and not (yield from self.is_session(ino)):
-            return False
+        if unit.is_pool:
+            return
         ttl = yield from self.state.names.xattr(ino, TTL_XATTR)
         try:
             members = yield from self._members(ino)
             stored = yield from self._taken(members)
         except FileNotFoundError:
-            return True
-        # Where it was looked up it may have been small still.
-        has_grown = len(members) > 1 and self._is_too_large(len(members), stored)
-        if has_grown and not (yield from self.is_session(ino)):
-            return False
+            return
+        if len(members) > SESSION_FILES_MAX:
+            self._sessions.pop(ino, None)  # it may have grown to be none
         unit = replace(
             unit,
             used_ns=max(unit.used_ns, used_ns),
             stored=stored,
             ttl_s=int(ttl) if ttl else 0,
-            is_pool=False,
         )
         self.index.apply([(unit_key(ino), unit.pack())])
-        return True
-
-    def _is_too_large(self, files: int, stored: int) -> bool:
-        """To be taken for a session without having said so."""
-        return files > SESSION_FILES_MAX or stored > self.total() // _SESSION_SHARE
 
     # -- which may go
 
@@ -379,8 +357,12 @@ class Units:
         known: dict[int, _Above] = {}
         try:
             unit = yield from self._unit_of(victim.ino, known)
-            if unit != victim.ino or _is_pool(unit, known):
-                yield from self._dissolve(victim.ino, None)
+            if _is_pool(unit, known):
+                if not (yield from self.unit(victim.ino)).is_pool:  # as was found just now
+                    yield from self._turn(victim.ino, None)
+                return False
+            if unit != victim.ino:
+                self.index.apply([(unit_key(victim.ino), None)])
                 return False
             if (yield from self.is_pinned(victim.ino)):
                 return False

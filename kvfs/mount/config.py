@@ -16,6 +16,14 @@ WARM_DIRECTORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
+class MetricsAddress:
+    """Where the metrics are served: an IP address, and a TCP port."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class MountConfig:
     """What a mount needs to know. Sizes in bytes; `options` are fusermount3's."""
 
@@ -29,6 +37,7 @@ class MountConfig:
     profile: Profile = field(default_factory=Profile)
     store: StoreOptions = field(default_factory=StoreOptions)
     scrub: ScrubOptions = field(default_factory=ScrubOptions)
+    metrics: MetricsAddress | None = None
 
     @property
     def read_only(self) -> bool:

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -24,6 +25,7 @@ from kvfs.mount.config import MountConfig
 from kvfs.mount.metrics import metrics
 from kvfs.tiers.migrate import Mapped, Migration
 from kvfs.tiers.planner import Outcomes, Planner
+from kvfs.tiers.uses import Uses
 
 PREFIX = b"user.kvfs."
 _XATTR_MAX = 64 * 1024 - 1
@@ -172,7 +174,8 @@ def check_settable(name: bytes, value: bytes) -> None:
 
 def _extents(store: Store, ino: int, start: int) -> Step[bytes]:
     """JSON, one object an extent from the file offset `start` on: offset, length, stored,
-    codec, address. Cut before 64 KiB, with a mark that says where to go on."""
+    codec, address, id (never used twice: who has the same shares its bytes), and which byte of the
+    extent is the first. Cut before 64 KiB, with a mark that says where to go on."""
     node = yield from store.node(ino)
     if not stat.S_ISREG(node.inode.mode):
         raise error(errno.ENODATA)
@@ -189,6 +192,8 @@ def _extents(store: Store, ino: int, start: int) -> Step[bytes]:
                     "stored": extent.stored,
                     "codec": Codec(extent.codec).name.lower(),
                     "address": extent.address,
+                    "extent": extent.extent_id,
+                    "skew": part.skew,
                 }
             )
             size += len(row) + 2
@@ -212,6 +217,7 @@ class Mounted:
     store: Store
     migration: Migration
     planner: Planner
+    uses: Uses
     config: MountConfig
     unrecovered: bool
     superblock_lost: bool
@@ -257,8 +263,11 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
         "errors": asdict(store.reader.errors) | {"index": store.index_errors},
         "scrub": scrubbing.status(store.scrub),
         "warm": asdict(warm.usage()) | asdict(warm.counters),
+        "strained": mounted.migration.is_strained,
+        "heat": asdict(mounted.uses.summary()),
         "prefetch": _prefetch(mounted.planner.outcomes),
         "hot_hit_rate": mounted.planner.hot_hit_rate,
+        "hot_uses": asdict(mounted.planner.hot_uses),
         "latency": {
             name: {
                 "count": sum(latencies.counts),
@@ -271,8 +280,9 @@ def _stats(mounted: Mounted) -> dict[str, Any]:
 
 
 def _latencies(mounted: Mounted) -> dict[str, Latencies]:
-    """Of reads of the device, and of groups of sessions going down."""
+    """Of reads of the device, frames written to it, and groups of sessions going down."""
     return {
+        "ring_write": mounted.store.write_latencies,
         "cold_read": mounted.store.reader.latencies,
         "warm_evict": mounted.migration.latencies,
     }
@@ -292,8 +302,16 @@ def _stats_json(mounted: Mounted, _uid: int) -> Step[bytes]:
     yield
 
 
+def metrics_of_now(mounted: Mounted) -> Callable[[], bytes]:
+    """The figures are taken at once; the text is made by the call, from any thread."""
+    latencies = {
+        name: Latencies(list(seen.counts), seen.total) for name, seen in _latencies(mounted).items()
+    }
+    return partial(metrics, _stats(mounted), latencies)
+
+
 def _metrics(mounted: Mounted, _uid: int) -> Step[bytes]:
-    return metrics(_stats(mounted), _latencies(mounted))
+    return metrics_of_now(mounted)()
     yield
 
 

@@ -8,12 +8,14 @@ import gc
 import logging
 import os
 import signal
+import socket
 import stat
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from uuid import UUID
 
@@ -25,8 +27,9 @@ from kvfs.mount import large_pages
 from kvfs.mount.attach import Connection, attach
 from kvfs.mount.backing import claimed
 from kvfs.mount.config import WARM_DIRECTORY, MountConfig
-from kvfs.mount.control import Mounted
+from kvfs.mount.control import Mounted, metrics_of_now
 from kvfs.mount.executor import LoopExecutor, drive
+from kvfs.mount.exporter import exporting, listen
 from kvfs.mount.fuse import Filesystem
 from kvfs.mount.loop import Loop
 from kvfs.mount.memory import warm_limit
@@ -71,14 +74,17 @@ def serve(config: MountConfig, key: bytes | None, ready: Callable[[], None]) -> 
     gc.freeze()
     gc.set_threshold(*_GARBAGE_THRESHOLDS)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    with claimed(config.source, read_only=config.read_only) as device:
+    with (
+        claimed(config.source, read_only=config.read_only) as device,
+        nullcontext() if config.metrics is None else listen(config.metrics) as listener,
+    ):
         superblocks = read_superblocks(device, str(config.source))
         directory = _log_directory(config, superblocks.newest)
         loop = Loop()
         with _warm_directory(config, directory):
             try:
                 loop.run_until_complete(
-                    _serve(loop, directory, superblocks, config, key, device, ready)
+                    _serve(loop, directory, superblocks, config, key, device, listener, ready)
                 )
             finally:
                 loop.close()
@@ -91,6 +97,7 @@ async def _serve(
     config: MountConfig,
     key: bytes | None,
     device: FileDevice,
+    listener: socket.socket | None,
     ready: Callable[[], None],
 ) -> None:
     executor = LoopExecutor(loop, _THREADS)
@@ -110,7 +117,8 @@ async def _serve(
     migration = Migration(store, buffer, executor, profile.warm_fill_pct, profile.warm_group)
     planner = _planner(migration, executor, profile)
     uses = Uses(buffer.policy, buffer.clock)
-    mounted = Mounted(store, migration, planner, config, unrecovered, superblocks.one_is_lost)
+    lost = superblocks.one_is_lost
+    mounted = Mounted(store, migration, planner, uses, config, unrecovered, lost)
     scrubbing = Scrubbing(store, config.scrub, lambda: executor.demand_waits)
     filesystem = Filesystem(
         store, look_ahead, migration, planner, uses, scrubbing, mounted, executor.aside
@@ -118,7 +126,7 @@ async def _serve(
     session = Session(_mount(config), filesystem, loop, config.deadline_seconds)
     filesystem.mounted(session.notify)
     beside = [
-        _look(store),
+        _look(store, migration),
         _tick(store, filesystem, uses),
         _relieve(migration),
         _scrub(scrubbing),
@@ -130,8 +138,10 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, session.stop)
     tasks = [_begin(coroutine, session) for coroutine in beside]
+    take_figures = partial(metrics_of_now, mounted)
     try:
-        await session.serve()
+        with exporting(listener, loop.call_from_thread, take_figures):
+            await session.serve()
     finally:
         session.close()
         await drive(store.close(), config.deadline_seconds)
@@ -268,11 +278,12 @@ def _set_read_ahead(mountpoint: Path) -> None:
         log.info("read-ahead stays at the kernel's default: %s", failure)
 
 
-async def _look(store: Store) -> None:
+async def _look(store: Store, migration: Migration) -> None:
     """Not in the tick: that may wait for the device itself."""
     while True:
         await asyncio.sleep(_TICK_SECONDS)
         store.look()
+        migration.look(time.monotonic())
 
 
 async def _tick(store: Store, filesystem: Filesystem, uses: Uses) -> None:

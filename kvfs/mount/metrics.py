@@ -19,7 +19,7 @@ from kvfs.engine.latency import BOUNDS, Latencies
 
 _BYTES = {
     "total", "free", "available", "live", "segment_size", "unsaved", "payload_written",
-    "device_written", "carried", "reclaimed", "limit", "taken", "leased", "spare", "hit_bytes",
+    "device_written", "carried", "reclaimed", "limit", "taken", "leased", "spare",
     "evicted", "promoted", "taken_over",
 }  # fmt: skip
 
@@ -92,6 +92,10 @@ class _Stats(Collector):
         for name, value in stats["warm"].items():
             kind = GaugeMetricFamily if name in _WARM_NOW else CounterMetricFamily
             yield kind(_name(f"warm_{name}", name), _help(name), value)
+        text = "1 while warm memory stays above 88 %, and nothing is brought in on a guess"
+        yield GaugeMetricFamily("kvfs_warm_strained", text, stats["strained"])
+        yield from _heat(stats["heat"])
+        yield from _hot(stats["hot_uses"])
         yield from _prefetch(stats["prefetch"])
         yield from _known_by_name(stats["hot_hit_rate"], self._latencies)
         yield from _scrub(stats["scrub"])
@@ -113,8 +117,27 @@ def _known_by_name(
     yield GaugeMetricFamily("kv_warm_evict_latency_ms", text, 1000 * evict.quantile(0.99))
     text = "A read of the device, until it is checked and decoded: the 99th percentile"
     yield GaugeMetricFamily("kv_cold_read_p99_ms", text, 1000 * cold.quantile(0.99))
+    ring = latencies["ring_write"]
+    yield _histogram("kvfs_ring_write_seconds", "Frames written, per MiB of longer ones", ring)
     yield _histogram("kvfs_warm_evict_seconds", "A group of sessions going down", evict)
     yield _histogram("kvfs_cold_read_seconds", "Reads of the device", cold)
+
+
+def _heat(heat: Mapping[str, Any]) -> Iterable[Metric]:
+    text = "Mean heat of the sessions that were used lately"
+    yield GaugeMetricFamily("kvfs_session_heat_mean", text, heat["mean"])
+    text = "Sessions that were used lately: above 1.8 times the mean heat, below 0.9, or between"
+    sessions = GaugeMetricFamily("kvfs_sessions_by_heat", text, labels=["temperature"])
+    for temperature in ("hot", "warm", "cold"):
+        sessions.add_metric([temperature], heat[temperature])
+    yield sessions
+
+
+def _hot(uses: Mapping[str, Any]) -> Iterable[Metric]:
+    text = "Blocks that agents found on the accelerator, as far as they tell"
+    yield CounterMetricFamily("kvfs_hot_hits", text, uses["hits"])
+    text = "Blocks that agents did not find there"
+    yield CounterMetricFamily("kvfs_hot_misses", text, uses["misses"])
 
 
 def _shadow(shadow: Mapping[str, Any], *, is_failed: bool) -> Iterable[Metric]:

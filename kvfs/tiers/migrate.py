@@ -19,6 +19,7 @@ from kvfs.engine.format import Inode
 from kvfs.engine.io import Executor, Step, Urgency, settled
 from kvfs.engine.latency import Latencies
 from kvfs.engine.store import Store
+from kvfs.tiers.alarm import Alarm
 from kvfs.tiers.promotion import Promotion, Stretch, Underway, windows
 from kvfs.tiers.warm import MapSegment, WarmTier
 
@@ -31,6 +32,8 @@ _FILES_MAX = 1 << 20
 _SHOWN_MAX = 1024  # files of a directory: an answer with more would not fit in an attribute
 _PREFETCHES_MAX = 64
 _LOOKED_AT_ONCE = 256
+# Above so much for so long the usual groups are not enough.
+_STRAINED_PCT, _STRAINED_SECONDS = 88, 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class Mapped:
 class Migration:
     """All methods are steps of the loop; two migrations of one file wait for each other.
     Above `fill_pct_max` of the warm tier `group` sessions go down at once; `latencies` is how
-    long a group took."""
+    long a group took. Where that does not keep the tier below 88 % for 2 minutes it is strained:
+    nothing is brought in on a guess, and ever larger groups go down."""
 
     store: Store
     warm: WarmTier
@@ -58,6 +62,8 @@ class Migration:
     _coming: dict[int, Stretch] = field(default_factory=dict)
     _prefetching: set[int] = field(default_factory=set)
     _looked_at: int = 0
+    _strain: Alarm = field(default_factory=lambda: Alarm(_STRAINED_PCT, _STRAINED_SECONDS))
+    _count: int = 0
 
     # -- up
 
@@ -82,8 +88,9 @@ class Migration:
         return found
 
     def prefetch(self, ino: int) -> None:
-        """Begin to bring it in, unless too much else is on its way."""
-        if len(self._prefetching) < _PREFETCHES_MAX and ino not in self._prefetching:
+        """Begin to bring it in, unless too much else is on its way, or the tier is strained."""
+        has_room = len(self._prefetching) < _PREFETCHES_MAX and not self.is_strained
+        if has_room and ino not in self._prefetching:
             self._prefetching.add(ino)
             self.executor.spawn(self._prefetch(ino))
 
@@ -116,14 +123,40 @@ class Migration:
             self.latencies.saw(time.monotonic() - started)
         return freed
 
+    @property
+    def is_strained(self) -> bool:
+        return self._strain.is_on
+
+    def look(self, now: float) -> None:
+        """Call about once a second, whatever goes down meanwhile: is the tier strained? `now` is
+        the monotonic clock, in seconds."""
+        fill_pct = self.warm.fill_pct
+        if not self._strain.saw(fill_pct, now):
+            return
+        fields = {"warm_fill_pct": round(fill_pct, 1)}
+        if self.is_strained:
+            log.warning(
+                "warm memory was more than %d %% full for %d s: larger groups of sessions go "
+                "down, and none is brought in on a guess until it is below",
+                _STRAINED_PCT, _STRAINED_SECONDS, extra=fields,
+            )  # fmt: skip
+        else:
+            log.info("warm memory is not more than %d %% full again", _STRAINED_PCT, extra=fields)
+
     def relieve(self) -> Step[None]:
         """Call about once a second: above the fill level groups of what nobody used for the
         longest time go down."""
         self.warm.tick()
         if self.store.failure is not None:
             return
-        while self.warm.fill_pct > self.fill_pct_max:
-            group = self.warm.next_to_go(self.group)
+        fill_pct_max, count = self.fill_pct_max, self.group
+        if self.is_strained:
+            fill_pct_max = min(fill_pct_max, _STRAINED_PCT)
+            # The usual group may consist of what cannot go: one twice as large has others too.
+            count = max(count, min(2 * self._count, len(self.warm.policy)))
+        self._count = count
+        while self.warm.fill_pct > fill_pct_max:
+            group = self.warm.next_to_go(count)
             if not group or not (yield from self.demote_group(group)):
                 return
 

@@ -30,6 +30,10 @@ _QUIET_SECONDS = 2.0  # without a use, after which who reads a session has pause
 class Tier(Protocol):
     """Where sessions are brought to; a session is named by its inode."""
 
+    @property
+    def is_strained(self) -> bool:
+        """Nothing more is to be brought in on a guess for now."""
+
     def is_whole(self, session: int) -> bool:
         """All of it is known to be in memory."""
 
@@ -50,6 +54,14 @@ class Outcomes:
     wrong: dict[Reason, int] = field(default_factory=lambda: dict.fromkeys(Reason, 0))
     right_bytes: int = 0
     wrong_bytes: int = 0
+
+
+@dataclass(slots=True)
+class HotUses:
+    """Blocks that agents found on the accelerator, and not, as far as they tell."""
+
+    hits: int = 0
+    misses: int = 0
 
 
 @dataclass(slots=True)
@@ -88,6 +100,7 @@ class Planner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.outcomes = Outcomes()
+        self.hot_uses = HotUses()
         self._tier = tier
         self._predictor = predictor
         self._budget = budget
@@ -131,9 +144,17 @@ class Planner:
     def hint(self, session: int, said: hints.Said, now: float, size: int) -> None:
         """Of a session of `size` bytes."""
         if isinstance(said, hints.HotStats):
+            self._count_hot(session, said)
             self._hot[session] = said
         self._predictor.hint(session, said, now, size)
         self._bring_in(now)
+
+    def _count_hot(self, session: int, said: hints.HotStats) -> None:
+        before = self._hot.get(session)
+        if before is None or said.hits < before.hits or said.misses < before.misses:
+            before = hints.HotStats(0)  # it was opened anew, and counts from there
+        self.hot_uses.hits += said.hits - before.hits
+        self.hot_uses.misses += said.misses - before.misses
 
     @property
     def hot_hit_rate(self) -> float | None:
@@ -165,6 +186,8 @@ class Planner:
         self._budget.demand(demanded - self._demanded_before, now)
         self._demanded_before = demanded
         self._predictor.bandwidth = self._budget.rate
+        if self._tier.is_strained:
+            return
         for forecast in self._predictor.wanted(now):
             session = forecast.session
             tried = self._tried.get(session, -_AGAIN_SECONDS)

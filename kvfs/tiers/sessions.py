@@ -20,6 +20,10 @@ class WarmSessions:
     def __post_init__(self) -> None:
         self.migration.warm.on_evicted = self._evicted
 
+    @property
+    def is_strained(self) -> bool:
+        return self.migration.is_strained
+
     def is_whole(self, session: int) -> bool:
         return session in self._whole
 

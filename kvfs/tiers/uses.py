@@ -11,17 +11,29 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvfs.engine.policy import Hint, Policy
-from kvfs.tiers.heat import HeatMap
+from kvfs.tiers.heat import HeatMap, Temperature
 from kvfs.tiers.hints import Said, ToolDone, ToolStarted, TurnExpected
 from kvfs.tiers.slots import SlotTable
 
 _RECENT_MAX = 512
 _KEPT_MAX = 200_000
+_SAMPLE_MAX = 1024
 _MEANING = {
     ToolStarted: Hint.TOOL_RUNNING,
     ToolDone: Hint.TURN_EXPECTED,
     TurnExpected: Hint.TURN_EXPECTED,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class HeatSummary:
+    """Of the sessions that were used lately: their mean heat, and how many lie above 1.8 times
+    that, between, and below 0.9 times."""
+
+    mean: float = 0.0
+    hot: int = 0
+    warm: int = 0
+    cold: int = 0
 
 
 @dataclass(slots=True)
@@ -41,6 +53,23 @@ class _Heat:
     def of(self, key: int) -> float:
         slots = self.slots.find([key])
         return float(self.map.heat(slots)[0]) if slots.size else 0.0
+
+    def summary(self) -> HeatSummary:
+        """Estimated from some of them, evenly taken, if there are very many. 0 is none of them."""
+        size = self.slots.size
+        some = np.arange(0, size, max(1, -(-size // _SAMPLE_MAX)))
+        # A slot that nobody has has the key 0, or, once it was given back, no heat.
+        some = some[self.slots.keys(some) != 0]
+        some = some[self.map.heat(some) > 0]
+        if not some.size:
+            return HeatSummary()
+        known = len(self.slots) - self.slots.find([0]).size
+        temperatures = self.map.classify(some)
+        hot, warm, cold = (
+            round(known / some.size * int((temperatures == one).sum()))
+            for one in (Temperature.HOT, Temperature.WARM, Temperature.COLD)
+        )
+        return HeatSummary(float(self.map.heat(some).mean()), hot, warm, cold)
 
     def _forget_half(self) -> None:
         known = self.slots.all()
@@ -89,3 +118,7 @@ class Uses:
         tick for each use of any (heat.py)."""
         self.settle()
         return (self._sessions if is_session else self._files).of(key)
+
+    def summary(self) -> HeatSummary:
+        self.settle()
+        return self._sessions.summary()

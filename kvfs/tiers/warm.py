@@ -361,7 +361,9 @@ class WarmTier:
         return list(self._by_unit.get(unit, {}).values())
 
     def _is_idle(self, unit: int) -> bool:
-        return not any(kvmap.users for kvmap in self._of_unit(unit))
+        """Pools are, as long as a part of their memory is: they go in parts."""
+        is_used = [kvmap.users > 0 for kvmap in self._of_unit(unit)]
+        return not (any(is_used) if unit else all(is_used))
 
     def evict_unit(self, unit: int) -> int:
         """Give up the memory of a session, as far as it is in the ring and nobody has it
@@ -370,7 +372,8 @@ class WarmTier:
         going = self._of_unit(unit)
         if not unit:
             by_use = [kvmap for kvmap in self._kvmaps.values() if not kvmap.header.unit]
-            going = by_use[: -(-len(by_use) // _POOL_SHARE)]
+            idle = [kvmap for kvmap in by_use if self._may_go(kvmap)]
+            going = idle[: -(-len(by_use) // _POOL_SHARE)]
         return sum(self._evict(kvmap) for kvmap in going if self._may_go(kvmap))
 
     def evict_extents(self, extent_ids: Iterable[int]) -> int:

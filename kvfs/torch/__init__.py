@@ -9,9 +9,11 @@ from kvfs.torch.errors import (
     SessionBusyError,
 )
 from kvfs.torch.hot import HotPool
+from kvfs.torch.memory import DeviceMemory
 from kvfs.torch.router import KVRouter
 
 __all__ = [
+    "DeviceMemory",
     "FingerprintError",
     "HotBudgetError",
     "HotPool",

@@ -183,6 +183,17 @@ class HotPool:
         with self._lock:
             self._idle += places
 
+    def shrink(self, nbytes: int) -> int:
+        """Give back to torch up to about `nbytes` that hold no KV: slabs, then workspaces of
+        owners that rest. Returns the bytes."""
+        with self._lock:
+            before = self.allocated_bytes
+            while before - self.allocated_bytes < nbytes and (
+                self._drop_a_slab() or self._drop_a_workspace()
+            ):
+                pass
+            return before - self.allocated_bytes
+
     def press(self, slabs: int) -> None:
         """Ask the owner of the sessions for room, if so many slabs are not free."""
         missing = slabs - self.free_slabs
@@ -277,12 +288,19 @@ class HotPool:
         return self.used_bytes + self._space_bytes + nbytes <= self._budget
 
     def _add(self, lent: _Lent, nbytes: int) -> None:
-        while self._idle and self.allocated_bytes + nbytes > self._budget:
-            place = self._idle.pop()
-            self._slabs[place] = None
-            self._blank.append(place)
+        while self.allocated_bytes + nbytes > self._budget and self._drop_a_slab():
+            pass
         lent.spaces.append(Workspace(self.mover, nbytes))
         self._space_bytes += nbytes
+
+    def _drop_a_slab(self) -> bool:
+        """One that holds no KV."""
+        if not self._idle:
+            return False
+        place = self._idle.pop()
+        self._slabs[place] = None
+        self._blank.append(place)
+        return True
 
     def _drop_a_workspace(self) -> bool:
         """Of the owner that rests longest."""

@@ -12,6 +12,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvfs.torch.counters import Counters
+from kvfs.torch.memory import MemoryGauge
 
 Tier = Literal["hot", "warm", "cold"]
 TIERS: tuple[Tier, ...] = ("hot", "warm", "cold")
@@ -50,8 +51,8 @@ class Found:
 class RouterMetrics:
     """The counters of one router. Safe to use from several threads."""
 
-    def __init__(self, hot: Callable[[], Hot]) -> None:
-        """`hot` is asked whenever the text is made."""
+    def __init__(self, hot: Callable[[], Hot], memory: MemoryGauge | None = None) -> None:
+        """Both are asked whenever the text is made."""
         self._registry = registry = CollectorRegistry()
         self._cold_reads_ms: deque[float] = deque(maxlen=_RECENT_READS)
         self._hot_bytes = self._below_bytes = 0
@@ -114,9 +115,18 @@ class RouterMetrics:
             ("kv_cold_read_p99_ms", "Of the last 1000 cold reads", self._cold_read_p99_ms),
         ):
             Gauge(name, what, registry=registry).set_function(value)
+        if memory is not None:
+            self._tell_of(memory)
         for tier in TIERS:
             self._turns.labels(tier)
             self._found.labels(tier)
+
+    def _tell_of(self, memory: MemoryGauge) -> None:
+        total = Gauge("kv_device_memory_bytes", "Memory of the device", registry=self._registry)
+        total.set_function(lambda: memory().total)
+        what = "Memory of the device that is in use, by whomever"
+        used = Gauge("kv_device_memory_used_bytes", what, registry=self._registry)
+        used.set_function(lambda: memory().used)
 
     def turn(self, found: Found, before: Counters, after: Counters) -> None:
         """A turn has ended; the counters are those of its cache."""

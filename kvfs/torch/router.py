@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import threading
 import time
@@ -18,21 +19,28 @@ import torch
 from transformers import PreTrainedModel
 
 from kvfs.tiers import profiles
+from kvfs.tiers.alarm import Alarm
 from kvfs.tiers.heat import HeatMap
 from kvfs.tiers.profiles import Profile
 from kvfs.torch.cache import KVFSCache
 from kvfs.torch.errors import NotKVFSError, SessionBusyError
 from kvfs.torch.fingerprint import Fingerprint
 from kvfs.torch.hot import HotPool
+from kvfs.torch.memory import MemoryGauge, gauge_of
 from kvfs.torch.metrics import Found, Hot, RouterMetrics, Tier
 from kvfs.torch.mounts import require_kvfs
 
 _FREE_SHARE = 0.10  # of the budget: room is made until this much is free
 _RESERVED_SHARE, _FREE_SLABS_SHARE = 0.90, 0.05  # of the device, of the budget: too full
+# Of the device: where it was fuller for so long, KV goes down until it is less full again.
+_DEVICE_FULL_PCT, _DEVICE_FULL_SECONDS, _DEVICE_GOAL_PCT = 92, 30.0, 90
+_LOOK_SECONDS = 1.0
 _OPEN_SESSIONS = 100  # each costs descriptors, and a hook that sees every forward
 _PATIENCE_SECONDS = 0.1  # for a session that another thread moves
 _TIER = "user.kvfs.tier"
 _UNKNOWN_TO_DAEMON = (errno.ENODATA, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+_log = logging.getLogger("kvfs.torch")
 
 
 @dataclass(eq=False)
@@ -68,8 +76,9 @@ class KVRouter:
 
     Over the budget the oldest round of the coldest session goes down first, until a tenth
     of the budget is free; a session that was not used for the profile's idle time (20 s)
-    goes down as a whole. What is in use stays. Safe to use from several threads; a session
-    is used by one at a time.
+    goes down as a whole. When the device is more than 92 % full for 30 s, whoever fills it,
+    rounds go down in the same order until it is 90 % full. What is in use stays. Safe to use
+    from several threads; a session is used by one at a time.
 
     When the daemon is gone, whatever needs it raises OSError. Once the ring is mounted
     again, the next use of a session takes it up there.
@@ -86,13 +95,16 @@ class KVRouter:
         window: int | None = None,
         rank: int = 0,
         world: int = 1,
+        memory: MemoryGauge | None = None,
     ) -> None:
         """Route the sessions below `directory`, which lies on a KVFS mount.
 
         Hot memory of all of them comes from `pool`, whose `on_pressure` is the router's then,
         or from one of `hot_bytes`. `profile`, by itself, name or file, says when idle sessions
         go down; its window is not used unless it is given, since the model would see less.
-        `window`, `rank` and `world` are as in `KVFSCache.open`.
+        `window`, `rank` and `world` are as in `KVFSCache.open`. `memory` tells how full the memory
+        is that `pool` is a part of; by itself it asks a CUDA device, and does not look at the
+        host's.
 
         Raises:
             NotKVFSError: `directory` is not on a KVFS mount.
@@ -110,7 +122,8 @@ class KVRouter:
         self._token_bytes = fingerprint.row_layout().row_bytes * fingerprint.layers
         self._pool = HotPool(hot_bytes, device=model.device) if pool is None else pool
         self._pool.on_pressure = self._make_room
-        self._metrics = RouterMetrics(self._hot)
+        self._memory = gauge_of(self._pool.device) if memory is None else memory
+        self._metrics = RouterMetrics(self._hot, self._memory)
         self._seats: dict[str, _Seat] = {}
         self._heat = HeatMap()
         self._changed = threading.Condition()
@@ -118,7 +131,9 @@ class KVRouter:
         # A thread, not a look at each call: when all agents wait for their tools nobody
         # calls, and that is when others could have the memory.
         self._keeper = threading.Thread(target=self._keep, name="kvfs-router", daemon=True)
-        self._keeper.start()
+        self._watcher = threading.Thread(target=self._watch, name="kvfs-memory", daemon=True)
+        for thread in (self._keeper, self._watcher):
+            thread.start()
 
     @contextmanager
     def session(self, name: str) -> Iterator[KVFSCache]:
@@ -197,6 +212,7 @@ class KVRouter:
             self._closed = True
             self._changed.notify_all()
         self._keeper.join()
+        self._watcher.join()
         with ExitStack() as all_of_them:
             for seat in self._seats.values():
                 all_of_them.callback(self._let_go, seat)
@@ -361,7 +377,11 @@ class KVRouter:
     def _make_room(self, nbytes: int) -> None:
         """Rounds go down, the oldest of the coldest session first, until `nbytes` more are free
         and a tenth of the budget is."""
-        goal = max(self._free_bytes() + nbytes, int(self._pool.budget_bytes * _FREE_SHARE))
+        self._demote_until(
+            max(self._free_bytes() + nbytes, int(self._pool.budget_bytes * _FREE_SHARE))
+        )
+
+    def _demote_until(self, goal: int) -> None:
         for patience_seconds in (0.0, _PATIENCE_SECONDS):
             for seat in self._coldest_first():
                 if self._free_bytes() >= goal:
@@ -390,6 +410,38 @@ class KVRouter:
             self._free_bytes() < _FREE_SLABS_SHARE * self._pool.budget_bytes
         ):
             self._make_room(0)
+
+    def _watch(self) -> None:
+        """Spill while the device is too full; runs in a thread, until the router closes."""
+        full = Alarm(_DEVICE_FULL_PCT, _DEVICE_FULL_SECONDS)
+        while self._memory is not None and not self._closes_within(_LOOK_SECONDS):
+            memory = self._memory()
+            if full.saw(memory.used_pct, time.monotonic()):
+                self._tell_of_memory(is_full=full.is_on)
+            if full.is_on:
+                self._spill(memory.used - memory.total * _DEVICE_GOAL_PCT // 100)
+
+    def _closes_within(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._closed, seconds)
+
+    def _spill(self, nbytes: int) -> None:
+        """Give up so many bytes of the device: those without KV, then rounds go down, the oldest of
+        the coldest session first."""
+        left = nbytes - self._pool.shrink(nbytes)
+        if left > 0:
+            self._demote_until(self._free_bytes() + left)
+            self._pool.shrink(left)
+
+    def _tell_of_memory(self, *, is_full: bool) -> None:
+        if is_full:
+            _log.warning(
+                "%s was more than %d %% full for %d s: KV leaves it, the coldest first, until it "
+                "is %d %% full",
+                self._pool.device, _DEVICE_FULL_PCT, _DEVICE_FULL_SECONDS, _DEVICE_GOAL_PCT,
+            )  # fmt: skip
+        else:
+            _log.info("%s is not more than %d %% full again", self._pool.device, _DEVICE_FULL_PCT)
 
     def _close_surplus(self) -> None:
         """Close the coldest of the open sessions that are idle, beyond what is kept open."""

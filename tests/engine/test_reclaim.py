@@ -192,41 +192,6 @@ def test_files_of_a_pool_go_one_by_one(ring: Bench, clock: Clock) -> None:
         assert ring.read(ring.find(name)) == noise(MIB, int(name[5:]))
 
 
-@pytest.mark.parametrize("why", ["size", "subdirectory", "xattr"])
-def test_files_of_what_was_a_session_go_one_by_one(ring: Bench, clock: Clock, why: str) -> None:
-    """Also those that were not used since; and uses go on to count."""
-    grown = ring.make(b"grown", mode=DIRECTORY)
-    for number in range(4):
-        ring.write(ring.make(b"%d" % number, parent=grown), noise(MIB // 4, number))
-    run(units(ring).book())
-    assert run(units(ring).unit_of(grown)) == grown
-    pass_time(ring, clock, 120)
-    match why:
-        case "size":
-            ring.write(ring.make(b"large", parent=grown), noise(2 * MIB))
-        case "subdirectory":
-            ring.make(b"below", parent=grown, mode=DIRECTORY)
-        case "xattr":
-            run(ring.store.set_xattr(grown, b"user.kvfs.unit", b"pool"))
-    use(ring, ring.find(b"3", grown))
-    fill(ring, clock, 3)
-    use(ring, ring.find(b"2", grown))
-    pass_time(ring, clock, 120)
-    fill_more(ring, clock, 32)
-    gone = [path for path, _ in entries(ring) if path.startswith("grown/")]
-    assert gone[:2] == ["grown/0", "grown/1"]
-    assert {"grown/2", "grown/3"} <= set(gone)
-    if why != "xattr":  # which is heeded within a minute
-        assert gone.index("grown/3") < gone.index("grown/2")
-    assert b"grown" in ring.names()
-
-
-def fill_more(bench: Bench, clock: Clock, count: int) -> None:
-    for number in range(count):
-        session(bench, b"more-%03d" % number)
-        pass_time(bench, clock, 60)
-
-
 @pytest.mark.plain
 def test_nothing_that_is_pinned_open_or_just_used_goes(ring: Bench, clock: Clock) -> None:
     fill(ring, clock, 20)
@@ -350,6 +315,36 @@ def test_the_directory_of_a_pool_is_no_unit(ring: Bench, clock: Clock) -> None:
     assert len(gone) > 5
     assert {"before", "pool"}.isdisjoint(gone)
     assert len(ring.names(before) + ring.names(ino)) == 41 - len(gone)
+
+
+@pytest.mark.parametrize("how", ["grows", "is said to be one"])
+@pytest.mark.parametrize("below", [False, True])
+def test_files_of_a_session_that_became_a_pool_go_one_by_one(
+    ring: Bench, clock: Clock, how: str, below: bool
+) -> None:
+    """Those too that were not used since, and though all else there is may not go."""
+    top = ring.make(b"top", mode=DIRECTORY)
+    cache = ring.make(b"cache", parent=top, mode=DIRECTORY) if below else top
+    ring.write(ring.make(b"file-000", parent=cache), noise(MIB, 0))
+    run(ring.store.set_xattr(top, b"user.kvfs.unit", b"session"))
+    pass_time(ring, clock, 1)
+    for number in range(1, 16):
+        ring.write(ring.make(b"file-%03d" % number, parent=cache), noise(MIB, number))
+        pass_time(ring, clock, 1)
+    if how == "grows":
+        run(ring.store.remove_xattr(top, b"user.kvfs.unit"))
+    else:
+        run(ring.store.set_xattr(top, b"user.kvfs.unit", b"pool"))
+    run(ring.store.set_xattr(session(ring, b"held", 1000), b"user.kvfs.pin", b"1"))
+    pass_time(ring, clock, 600)
+    for number in range(8):
+        ring.write(ring.make(b"more-%03d" % number), noise(MIB, number))
+    gone = {path for path, _ in entries(ring)}
+    prefix = "top/cache" if below else "top"
+    assert 0 < len(gone) < 16
+    assert gone < {f"{prefix}/file-{number:03}" for number in range(16)}
+    run(ring.store.sync())
+    audit(ring.store)
 
 
 def test_nothing_is_left_of_units_that_were_removed(ring: Bench, clock: Clock) -> None:

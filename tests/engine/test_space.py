@@ -15,7 +15,7 @@ from kvfs.engine.io import run
 from kvfs.engine.liveness import Liveness
 from kvfs.engine.nodes import Node
 from tests.engine.audit import Items, audit
-from tests.engine.kit import MIB, Bench, failure_of, new_device, noise
+from tests.engine.kit import DIRECTORY, MIB, Bench, failure_of, new_device, noise
 
 
 def fill(bench: Bench, size: int, prefix: bytes = b"fill") -> dict[bytes, bytes]:
@@ -55,6 +55,32 @@ def test_a_full_ring_holds_most_of_its_size(bench: Bench) -> None:
     kept = sum(map(len, fill(bench, 300_000).values()))
     assert kept > 0.85 * total
     assert bench.store.usage().free < 1.2 * MIB
+
+
+def test_what_was_removed_is_free_before_the_ring_says_so(bench: Bench) -> None:
+    """Evictors remove files until `statvfs` shows that there is enough."""
+    directory = bench.make(b"session", mode=DIRECTORY)
+    names = [b"%d" % number for number in range(4)]
+    for number, name in enumerate(names):
+        bench.write(bench.make(name, parent=directory), noise(MIB, number))
+    run(bench.store.sync())
+    run(bench.store.fork(directory, b"fork"))
+    run(bench.store.sync())
+    full = bench.store.usage().free
+    run(bench.store.unlink(directory, names[0]))
+    assert bench.store.usage().free <= full, "a fork has its bytes"
+    fork = bench.find(b"fork")
+    for number, name in enumerate(names):
+        run(bench.store.unlink(fork, name))
+        if number:
+            run(bench.store.unlink(directory, name))
+        gained = bench.store.usage().free - full
+        assert number + 0.9 < gained / MIB <= number + 1
+    promised = bench.store.usage().free
+    run(bench.store.sync())
+    assert promised <= bench.store.usage().free <= full + 4.1 * MIB
+    run(bench.store.sync())
+    audit(bench.store)
 
 
 @pytest.mark.parametrize("size", [100, 5000, 300_000])

@@ -451,3 +451,44 @@ def test_frames_lie_where_the_ring_is(deferred: DeferredBench) -> None:
     for event in deferred.device.events:
         if isinstance(event, Written):
             assert event.address in SUPERBLOCK_ADDRESSES or event.address >= DATA_START
+
+
+def test_the_latency_of_each_frame_is_counted_by_the_unit_if_it_is_longer(
+    deferred: DeferredBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that takes 1 ms, and 2 ms for each MiB. A ring this small has no long frames."""
+    now, lengths, unit = [0.0], list[int](), MIB // 8
+
+    def took(kind: str, address: int, length: int) -> None:
+        if kind == "write" and address >= DATA_START:
+            now[0] += 0.001 + 0.002 * length / MIB
+            lengths.append(length)
+
+    monkeypatch.setattr("kvfs.engine.appender._LATENCY_UNIT", unit)
+    monkeypatch.setattr("kvfs.engine.appender.time.perf_counter", lambda: now[0])
+    deferred.device.fail = took
+    before = deferred.store.counters.frames
+    for number, size in enumerate((5000, 4 * MIB)):
+        ino = deferred.make_file(b"file%d" % number)
+        deferred.go(deferred.store.write(ino, 0, noise(size, number)))
+        deferred.go(deferred.store.sync())
+    seen = deferred.store.write_latencies
+    assert sum(seen.counts) == len(lengths) == deferred.store.counters.frames - before
+    assert max(lengths) > unit > min(lengths)
+    each = [(0.001 + 0.002 * length / MIB) / max(1, length / unit) for length in lengths]
+    assert seen.total == pytest.approx(sum(each))
+
+
+def test_a_frame_that_could_not_be_written_has_no_latency(deferred: DeferredBench) -> None:
+    deferred.go(deferred.store.sync())
+    before = sum(deferred.store.write_latencies.counts)
+    deferred.device.fail = lambda kind, address, length: fail(kind == "write")
+    ino = deferred.make_file(b"file")
+    deferred.go(deferred.store.write(ino, 0, noise(5000)))
+    assert deferred.error_of(deferred.store.sync()) == errno.EIO
+    assert sum(deferred.store.write_latencies.counts) == before
+
+
+def fail(does: bool) -> None:
+    if does:
+        raise OSError(errno.EIO, "the device fails")

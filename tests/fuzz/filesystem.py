@@ -46,9 +46,10 @@ class Asked:
             WarmSessions(migration), Predictor(), Budget(), 10, _spawn, lambda: False, lambda: 0
         )
         config = MountConfig(directory, directory, store=replace(OPTIONS))
-        mounted = Mounted(store, migration, planner, config, False, False)
+        uses = Uses(warm.policy, warm.clock)
+        mounted = Mounted(store, migration, planner, uses, config, False, False)
         filesystem = Filesystem(
-            store, LookAhead(store, MIB), migration, planner, Uses(warm.policy, warm.clock),
+            store, LookAhead(store, MIB), migration, planner, uses,
             Scrubbing(store, ScrubOptions(every_seconds=0), lambda: False), mounted, _aside,
         )  # fmt: skip
         self._kernel, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -82,7 +82,7 @@ from mount_tools import mount_helper, stat
 from mount_tools.common import CommandError, parse_size, printable
 from mount_tools.options import parse_options
 from mount_tools.traces import read_trace
-from tests.fuzz import rings
+from tests.fuzz import moved, rings
 from tests.fuzz.filesystem import Asked, request
 from tests.fuzz.mutation import mutated
 from tests.fuzz.rings import MIB, Forger
@@ -744,6 +744,9 @@ TARGETS: tuple[Target, ...] = (
     Target("description", _session_json, _shown),
     Target("layer", _texts("bfloat16=2,2,64", "float32=1000000", "f8,f8=1", "O=1"), _layer),
     Target("trace", _texts(*_TRACES), parses(_trace, CommandError), 5_000),
+    Target("stream", moved.streams, moved.read_as_stream, 20_000, seal=moved.seal_stream),
+    Target("archive", moved.archives, moved.read_as_archive, 20_000, seal=moved.seal_archive),
+    Target("tensors", moved.headers, moved.read_as_header, 20_000, seal=moved.seal_header),
     OfSeeds("ring, used", list, _whole_ring(_open_and_use), 500, seconds_max=60),
     OfSeeds("ring, checked", list, _whole_ring(rings.check_and_repair), 500, seconds_max=60),
 )  # fmt: skip

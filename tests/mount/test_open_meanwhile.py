@@ -66,8 +66,8 @@ def filesystem(bench: Bench, executor: DeferredExecutor) -> Filesystem:
         lambda: False, lambda: 0,
     )  # fmt: skip
     config = MountConfig(bench.directory, bench.directory, bench.directory)
-    mounted = Mounted(store, migration, planner, config, False, False)
     uses = Uses(LRU(), lambda: 0.0)
+    mounted = Mounted(store, migration, planner, uses, config, False, False)
     scrubbing = Scrubbing(store, config.scrub, lambda: False)
     look_ahead = LookAhead(store, MIB)
     return Filesystem(

@@ -10,7 +10,7 @@ from mount_tools.common import format_size, parse_size, printable
 from tests.support.command import error_line
 from tests.support.mounter import kvfs
 
-VERBS = ("mkfs", "mount", "umount", "fsck", "ls", "stat", "profile", "replay")
+VERBS = ("mkfs", "mount", "umount", "fsck", "ls", "stat", "profile", "replay", "monitoring")
 
 
 def test_the_version_is_that_of_the_package() -> None:

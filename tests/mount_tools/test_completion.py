@@ -41,7 +41,7 @@ def test_mountpoints(mounter: Mounter) -> None:
     mountpoint = str(mounter.mountpoint)
     assert offered("ls", mountpoint[:-1]) == []
     mounter.mount()
-    for verb in ("umount", "ls", "stat", "log", "scrub"):
+    for verb in ("umount", "ls", "stat", "log", "scrub", "bench"):
         assert offered(verb, mountpoint[:-1]) == [mountpoint]
 
 

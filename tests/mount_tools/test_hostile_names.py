@@ -28,7 +28,7 @@ from kvfs.mount.mounts import find_mount
 from kvfs.tiers.warm import WarmTier
 from mount_tools import main
 from mount_tools.common import printable
-from mount_tools.daemonize import LineFormatter
+from mount_tools.logs import LineFormatter
 from tests.support.mounter import COMMAND_SECONDS, KVFS, Mounter, kvfs
 
 if sys.version_info >= (3, 11):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
 from kvfs.mount.mounts import find_mount
 from tests.support.command import error_line
 from tests.support.mounter import COMMAND_SECONDS, KVFS, Mounter
+from tests.support.ports import free_port
 
 HELPER = KVFS.with_name("mount.kvfs")
 INSTALLED = Path("/sbin/mount.kvfs")
@@ -70,9 +73,11 @@ def test_mount_with_a_type_mounts(mounter: Mounter, installed: None) -> None:
 
 @pytest.mark.parametrize("access", ["rw", "ro"])
 def test_a_line_of_fstab_mounts(mounter: Mounter, installed: None, access: str) -> None:
+    port = free_port()
     options = (
         f"defaults,noauto,nofail,_netdev,x-systemd.device-timeout=9,comment=kv,{access},"
-        f"relatime,allow_other,{own(mounter)}"
+        f"relatime,allow_other,{own(mounter)},"
+        f"metrics-port={port},metrics-address=127.0.0.1,log-json"
     )
     fstab = mounter.directory / "fstab"
     fstab.write_text(f"{mounter.image} {mounter.mountpoint} kvfs {options} 0 0\n")
@@ -81,6 +86,9 @@ def test_a_line_of_fstab_mounts(mounter: Mounter, installed: None, access: str) 
     mounter.adopt()
     assert mounter.stats()["read_only"] == (access == "ro")
     assert access in flags_of(mounter.mountpoint)
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        assert b"kvfs_read_only %d" % (access == "ro") in answer.read()
+    assert json.loads(mounter.log.read_text())["message"].startswith("mounted ")
 
 
 def test_mount_passes_on_the_one_line_and_fails(mounter: Mounter, installed: None) -> None:

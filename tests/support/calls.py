@@ -12,6 +12,7 @@ import pytest
 RENAME_NOREPLACE, RENAME_EXCHANGE, RENAME_WHITEOUT = 1, 2, 4
 AT_FDCWD = -100
 _HANDLE_BYTES = 128
+_UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -44,6 +45,12 @@ def renameat2(source: Path, target: Path, flags: int) -> None:
 
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     _checked(_libc.fallocate(fd, mode, ctypes.c_long(offset), ctypes.c_long(length)))
+
+
+def set_access_time_to_now(path: Path) -> None:
+    """`utimensat` with UTIME_NOW and UTIME_OMIT."""
+    times = (ctypes.c_long * 4)(0, _UTIME_NOW, 0, _UTIME_OMIT)
+    _checked(_libc.utimensat(AT_FDCWD, os.fsencode(path), times, 0))
 
 
 def syncfs(fd: int) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ COMMAND_SECONDS = 120
 
 
 def kvfs(
-    *arguments: str | os.PathLike[str], check: bool = True, cwd: Path | None = None
+    *arguments: str | os.PathLike[str],
+    check: bool = True,
+    cwd: Path | None = None,
+    program: Sequence[str] = (str(KVFS),),
 ) -> subprocess.CompletedProcess[str]:
     """Run the command. With `check`, a failure raises AssertionError with its output."""
-    command = [str(KVFS), *map(os.fspath, arguments)]
+    command = [*program, *map(os.fspath, arguments)]
     result = subprocess.run(
         command, check=False, capture_output=True, text=True, cwd=cwd, timeout=COMMAND_SECONDS
     )
@@ -38,10 +42,13 @@ class Mounter:
     """An image file, formatted and not mounted yet, and a directory to mount it on.
 
     Everything lies in two directories of its own, one on disk and one in the tmpfs;
-    `close` ends the daemon and removes both.
+    `close` ends the daemon and removes both. `program` is what mounts it.
     """
 
-    def __init__(self, size: str = "512M", *mkfs_arguments: str) -> None:
+    def __init__(
+        self, size: str = "512M", *mkfs_arguments: str, program: Sequence[str] = (str(KVFS),)
+    ) -> None:
+        self.program = program
         self.directory = Path(tempfile.mkdtemp(prefix="kvfs-test-"))
         self.warm_directory = Path(tempfile.mkdtemp(prefix="kvfs-test-", dir="/dev/shm"))
         self.image = self.directory / "ring.img"
@@ -69,7 +76,7 @@ class Mounter:
         """`kvfs mount`; a mount whose daemon was killed is cleared by it."""
         result = kvfs(
             "mount", self.mountpoint, self.image, "--warm-dir", self.warm_directory,
-            "--log", self.log, *arguments, check=check,
+            "--log", self.log, *arguments, check=check, program=self.program,
         )  # fmt: skip
         if result.returncode == 0:
             self.adopt()

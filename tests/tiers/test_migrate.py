@@ -22,7 +22,7 @@ from kvfs.tiers.migrate import Migration
 from kvfs.tiers.sessions import WarmSessions
 from tests.engine.audit import audit
 from tests.engine.deferred import Task
-from tests.engine.kit import DIRECTORY, FILE, MIB, new_device
+from tests.engine.kit import DIRECTORY, FILE, MIB, new_device, noise
 from tests.engine.test_writer import DeferredBench, make_deferred
 
 SIZE_MAX = 300_000
@@ -347,3 +347,92 @@ def test_what_is_written_anew_from_the_log_is_not_what_comes_after_it_there(
         bench.go(store.write(session.pick(), MIB, Random(3).randbytes(500_000)))
     bench.go(store.write_back())
     assert bytes(bench.go(store.read(ino, 0, len(content)))) == content
+
+
+# -- when warm memory stays full -------------------------------------------------------
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oplog, "CHUNK_SIZE", MIB)
+    monkeypatch.setattr(warm, "CHUNK_SIZE", MIB)
+
+
+@dataclass
+class Full:
+    """Two sessions of a MiB in a tier of which they take more than 88 %; one goes at once, the
+    older one first. `strain` looks as often as 2 minutes want."""
+
+    tmpfs: Path
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.bench = make_deferred(self.tmpfs, 1, new_device(segments=64))
+        self.busy, self.idle = Session(self.bench, Random(1)), Session(self.bench, Random(2), b"b")
+        for session in (self.busy, self.idle):
+            self.bench.go(self.bench.store.write(session.pick(), 0, noise(MIB)))
+        self.bench.go(self.bench.store.write(self.busy.pick(), 0, b"has memory ready for more"))
+        self.bench.go(self.bench.store.sync())
+        self.bench.warm.limit = int(self.bench.warm.usage().taken / 0.9)
+        self.migration = Migration(self.bench.store, self.bench.warm, self.bench.executor, group=1)
+
+    def strain(self) -> None:
+        for _ in range(121):
+            assert not self.migration.is_strained
+            self.look()
+        assert self.migration.is_strained
+
+    def look(self) -> None:
+        self.migration.look(self.now)
+        self.now += 1.0
+
+    def relieve(self) -> None:
+        """The older session is written to just before it would go, so that it cannot."""
+        store = self.bench.store
+
+        def write_back_and_write() -> Step[None]:
+            yield from type(store).write_back(store)
+            yield from store.write(self.busy.pick(), 0, b"more")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "write_back", write_back_and_write)
+            self.bench.go(self.migration.relieve())
+
+    def tier_of(self, session: Session) -> str:
+        return self.bench.go(self.migration.tier(session.directory))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_group_that_cannot_go_is_got_past_once_memory_was_full_for_two_minutes(
+    tmpfs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    full = Full(tmpfs)
+    full.relieve()
+    assert full.bench.warm.fill_pct > 88
+    assert full.tier_of(full.idle) == "warm"
+    full.strain()
+    full.relieve()
+    assert full.tier_of(full.idle) == "cold"
+    full.look()
+    assert not full.migration.is_strained
+    told = [record.levelname for record in caplog.records if "88 %" in record.message]
+    assert told == ["WARNING", "INFO"], "once, and once that it is over"
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_nothing_is_brought_in_on_a_guess_as_long_as_memory_is_full(tmpfs: Path) -> None:
+    full = Full(tmpfs)
+    bench, migration = full.bench, full.migration
+    bench.go(migration.demote(full.idle.directory))
+    bench.warm.limit = int(bench.warm.usage().taken / 0.9)
+    full.strain()
+    bench.warm.limit *= 4  # there is room now, which the next look sees
+    assert WarmSessions(migration).is_strained
+    migration.prefetch(full.idle.directory)
+    bench.executor.settle()
+    assert full.tier_of(full.idle) == "cold"
+    full.look()
+    migration.prefetch(full.idle.directory)
+    bench.executor.settle()
+    assert full.tier_of(full.idle) == "warm"

@@ -25,6 +25,7 @@ class Tier:
     up: set[int] = field(default_factory=set)
     calls: list[tuple[str, int]] = field(default_factory=list)
     pending: list[Callable[[OSError | None], None]] = field(default_factory=list)
+    is_strained: bool = False
 
     def is_whole(self, session: int) -> bool:
         return session in self.up
@@ -267,3 +268,21 @@ def test_whatever_happens_limits_hold_and_all_ends_idle(
         bench.at(now)
     assert bench.tier.up == set(), "what nobody uses goes down"
     assert bench.budget.in_flight == 0
+
+
+def test_nothing_is_brought_in_while_memory_is_strained() -> None:
+    bench = Bench()
+    bench.tier.is_strained = True
+    bench.hints(7, b"tool_done", 10.0)
+    assert bench.at(11.0) == []
+    bench.tier.is_strained = False
+    assert bench.at(12.0) == [("up", 7)]
+
+
+def test_what_agents_found_on_the_accelerator_adds_up_over_sessions_and_reopenings() -> None:
+    bench = Bench()
+    for session, hits, misses in [(7, 10, 1), (8, 5, 5), (7, 12, 2), (7, 1, 1), (7, 3, 1)]:
+        stats = b'hot_stats={"bytes": 1, "hits": %d, "misses": %d}' % (hits, misses)
+        bench.hints(session, stats, 10.0)
+    uses = bench.planner.hot_uses
+    assert (uses.hits, uses.misses) == (12 + 3 + 5, 2 + 1 + 5)

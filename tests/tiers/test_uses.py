@@ -8,7 +8,7 @@ from kvfs.engine.policy import Hint, Keys
 from kvfs.tiers import uses
 from kvfs.tiers.hints import HotStats, ToolDone, ToolStarted, TurnExpected
 from kvfs.tiers.policy import LRU
-from kvfs.tiers.uses import Uses
+from kvfs.tiers.uses import HeatSummary, Uses
 
 
 class Told(LRU):
@@ -75,3 +75,36 @@ def test_the_coldest_are_forgotten_when_there_are_too_many(monkeypatch: pytest.M
     assert made.heat(999, is_session=False) > 0
     assert made.heat(0, is_session=False) == 0.0
     assert len(made._files.slots) <= 100
+
+
+def test_the_summary_counts_sessions_by_their_heat_and_not_what_is_in_none() -> None:
+    made = Uses(LRU(), lambda: 0.0)
+    assert made.summary() == HeatSummary()
+    for session in [*range(1, 101), 0, 0, *[1] * 50]:
+        made.record(session, 10)
+    summary = made.summary()
+    assert summary.hot == 1
+    assert summary.hot + summary.warm + summary.cold == 100
+    heats = [made.heat(session, is_session=True) for session in range(1, 101)]
+    assert summary.mean == pytest.approx(sum(heats) / 100)
+
+
+def test_the_summary_of_very_many_is_estimated_from_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "_SAMPLE_MAX", 100)
+    made = Uses(LRU(), lambda: 0.0)
+    for session in range(1, 1001):
+        made.record(session, 10)
+    summary = made.summary()
+    assert summary.hot + summary.warm + summary.cold == pytest.approx(1000, abs=20)
+    whole = [made.heat(session, is_session=True) for session in range(1, 1001)]
+    assert summary.mean == pytest.approx(sum(whole) / 1000, rel=0.5)
+
+
+def test_the_summary_leaves_out_what_was_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uses, "_KEPT_MAX", 50)
+    made = Uses(LRU(), lambda: 0.0)
+    for session in range(1, 52):
+        made.record(session, 10)
+    summary = made.summary()
+    kept = sum(made.heat(session, is_session=True) > 0 for session in range(1, 52))
+    assert summary.hot + summary.warm + summary.cold == kept < 51

@@ -374,6 +374,24 @@ def test_pools_go_in_parts(directory: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert found(tier, extents[2]) is None
 
 
+def test_a_part_of_the_pools_that_is_mapped_does_not_keep_the_rest(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warm, "_POOL_FILE_MAX", MIB)
+    tier, _ = opened(directory)
+    for number in range(1, 21):
+        _, kept = put(tier, number, data := os.urandom(MIB // 2), unit=0)
+        commit(tier, number, extent_of(number, data), [kept])
+        if number <= 4:
+            assert tier.lease(FILE + number, [kept]) is not None
+    while tier.next_to_go(1) == [0]:
+        before = tier.usage().taken
+        assert tier.evict_unit(0) > 0
+        assert tier.usage().taken < before
+    assert tier.next_to_go(1) == []
+    assert 0 < tier._taken == tier.leases.total, "what is mapped stays"
+
+
 def test_sessions_without_memory_are_not_named(directory: Path) -> None:
     """Each read of any session is told to the policy: it must not name those in vain."""
     tier, _ = opened(directory)

@@ -150,6 +150,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.forgo(owner)
         self.active.pop(owner, None)
 
+    @rule(nbytes=st.integers(1, 40 * SLAB))
+    def shrink(self, nbytes: int) -> None:
+        before, free = self.pool.allocated_bytes, self.pool.free_slabs
+        lent = {id(space) for spaces in self.active.values() for space in spaces}
+        given = self.pool.shrink(nbytes)
+        assert self.pool.allocated_bytes == before - given
+        assert self.pool.free_slabs == free, "what holds no KV can be taken as before"
+        kept = self.pool.used_bytes + sum(
+            space.nbytes for spaces in self.active.values() for space in spaces
+        )
+        assert len(lent) == sum(map(len, self.active.values()))
+        assert given >= min(nbytes, before - kept)
+
     @invariant()
     def all_is_accounted_for(self) -> None:
         assert self.pool.used_slabs == len(self.held)

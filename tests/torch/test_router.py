@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from transformers import DynamicCache, PreTrainedModel
 
 from kvfs.tiers.profiles import Profile
-from kvfs.torch import HotPool, KVFSCache, KVRouter, SessionBusyError
+from kvfs.torch import DeviceMemory, HotPool, KVFSCache, KVRouter, SessionBusyError
 from tests.support.mounter import Mounter, kvfs
 
 Prompt = Callable[..., torch.Tensor]
@@ -331,3 +332,73 @@ def test_a_turn_that_the_death_of_the_daemon_broke_is_done_again(
         ids = prompt(5, seed=3)
         fill(model, kept, prompt(40))
         assert torch.equal(turn(router, "agent", ids, model), fill(model, kept, ids))
+
+
+@dataclass
+class Device:
+    """The host's memory as a device, of which the pool and `others` use some."""
+
+    pool: HotPool
+    others: int = 0
+    total: int = 60 * BLOCK_BYTES
+
+    def memory(self) -> DeviceMemory:
+        return DeviceMemory(self.pool.allocated_bytes + self.others, self.total)
+
+
+@pytest.fixture
+def quick_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvfs.torch.router._DEVICE_FULL_SECONDS", 0.05)
+    monkeypatch.setattr("kvfs.torch.router._LOOK_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("quick_alarm")
+def test_a_device_that_stays_too_full_has_kv_go_down(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    device = Device(HotPool(50 * BLOCK_BYTES, slab_bytes=SLAB_BYTES))
+    kept = {name: DynamicCache() for name in ("cold", "warmer")}
+    profile = Profile(hot_idle_seconds=3600)
+    with KVRouter(
+        kv_directory, model, pool=device.pool, profile=profile, memory=device.memory
+    ) as router:
+        for name, cache in kept.items():
+            for round in range(3):
+                ids = prompt(24, seed=round)
+                assert torch.equal(turn(router, name, ids, model), fill(model, cache, ids))
+        hot = metrics(router)["kv_hot_bytes",]
+        assert hot > 0 and device.memory().used_pct < 92
+        device.others = 52 * BLOCK_BYTES
+        eventually(lambda: device.memory().used_pct <= 92)
+        counted = metrics(router)
+        assert counted["kv_hot_bytes",] < hot
+        assert counted["kv_warm_evict_latency_ms_count",] > 0
+        assert counted["kv_device_memory_bytes",] == 60 * BLOCK_BYTES
+        assert counted["kv_device_memory_used_bytes",] <= 0.92 * 60 * BLOCK_BYTES
+        device.others = 0
+        for name, cache in kept.items():
+            ids = prompt(5, seed=9)
+            assert torch.equal(turn(router, name, ids, model), fill(model, cache, ids))
+        eventually(lambda: len(_told_of_memory(caplog)) == 2)
+    assert _told_of_memory(caplog) == ["WARNING", "INFO"], "once, and once that it is over"
+
+
+@pytest.mark.usefixtures("quick_alarm")
+def test_a_full_device_first_loses_what_holds_no_kv(
+    kv_directory: Path, model: PreTrainedModel, prompt: Prompt
+) -> None:
+    device = Device(HotPool(50 * BLOCK_BYTES, slab_bytes=SLAB_BYTES))
+    with KVRouter(kv_directory, model, pool=device.pool, memory=device.memory) as router:
+        turn(router, "agent", prompt(24), model)
+        hot, before = device.pool.used_bytes, device.pool.allocated_bytes
+        device.total = before * 100 // 94
+        assert 0 < hot < device.total * 90 // 100, "it also has workspaces"
+        eventually(lambda: device.memory().used_pct <= 92)
+        assert device.pool.used_bytes == hot
+        with router.session("agent") as cache:
+            assert cache.tokens == prompt(24)[0].tolist()
+
+
+def _told_of_memory(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.levelname for record in caplog.records if "92 %" in record.message]
