@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo agents test lint bench scale scenarios crash encrypted rot turnover fuzz full hunt soak posix monitoring man clean
+.PHONY: help setup system demo agents test lint engines bench scale scenarios crash encrypted rot turnover fuzz full hunt soak posix monitoring man clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-9s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,6 +31,9 @@ bench: COMPILES = yes
 bench: setup ## Every figure beside its limit and what else one would use, short (as root)
 	$(BIN)/pip install -q --disable-pip-version-check -e '.[peers]'
 	$(BIN)/python -m scripts.bench --short
+
+engines: setup ## Real engines, each in an environment of its own, on a directory of a mount
+	$(BIN)/pytest -m engines tests/engines/test_real.py
 
 scenarios: setup ## Each profile at its work: simulated, and through a mount (minutes, 8 GiB)
 	for profile in gov ecommerce iot; do $(BIN)/python scripts/scenarios.py $$profile || exit 1; done
