@@ -61,7 +61,7 @@ class SessionFile:
     def append(self, memory: Sequence[memoryview], offset: int) -> None:
         """Write all of `memory`, one behind the other, at byte `offset`."""
         with _closing(self._open(os.O_WRONLY), self.path) as fd:
-            _write_all(fd, memory, offset)
+            write_all(fd, memory, offset)
 
     def truncate(self, nbytes: int) -> None:
         """Cut the file to `nbytes`."""
@@ -130,7 +130,7 @@ class ScratchFile:
     def append(self, memory: Sequence[memoryview], offset: int) -> None:
         """Write all of `memory`, one behind the other, at byte `offset`."""
         with named(self.path):
-            _write_all(self._writable(), memory, offset)
+            write_all(self._writable(), memory, offset)
 
     def truncate(self, nbytes: int) -> None:
         """Cut the file to `nbytes`."""
@@ -194,7 +194,8 @@ def part_of(memory: Sequence[memoryview], start: int, length: int) -> list[memor
     return left[:_VECTORS_MAX]
 
 
-def _write_all(fd: int, memory: Sequence[memoryview], offset: int) -> None:
+def write_all(fd: int, memory: Sequence[memoryview], offset: int) -> None:
+    """Write all of `memory`, one behind the other, at byte `offset`."""
     done, length = 0, sum(map(len, memory))
     while done < length:
         done += os.pwritev(fd, part_of(memory, done, length - done), offset + done)

@@ -76,7 +76,9 @@ def main(
 def _row(row: Comparison) -> str:
     median = statistics.median
     cells = [
-        row.engine.name,
+        f"{row.engine.name} (beside {row.engine.rival.name} on KVFS)"
+        if row.engine.rival
+        else row.engine.name,
         f"{row.bytes / MIB:.0f}",
         *(f"{median(row.store_plain):.2f}", f"{median(row.store_kvfs):.2f}"),
         f"{row.store_ratio:.2f}",

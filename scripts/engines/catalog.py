@@ -5,6 +5,8 @@ from __future__ import annotations
 from scripts.engines.engine import Engine
 from scripts.engines.environments import LLAMA, LLAMA_SERVER, LMCACHE, MOONCAKE, VLLM
 
+_VLLM_EXAMPLE = Engine("vllm-example", VLLM, "vllm_example", is_slow_to_start=True)
+
 ENGINES = (
     Engine("lmcache-disk", LMCACHE, "lmcache_disk", finds_again=False),
     Engine("lmcache-fs", LMCACHE, "lmcache_l2", ("fs",)),
@@ -13,7 +15,15 @@ ENGINES = (
     Engine("mooncake-file", MOONCAKE, "mooncake_files", ("file_per_key",)),
     Engine("mooncake-bucket", MOONCAKE, "mooncake_files", ("bucket",)),
     Engine("mooncake-offset", MOONCAKE, "mooncake_files", ("offset_allocator",), keeps_open=True),
-    Engine("vllm-example", VLLM, "vllm_example", is_slow_to_start=True),
+    _VLLM_EXAMPLE,
+    Engine(
+        "vllm-kvfs",
+        VLLM,
+        "vllm_kvfs",
+        imports_kvfs=True,
+        is_slow_to_start=True,
+        rival=_VLLM_EXAMPLE,
+    ),
     Engine("vllm-fs", VLLM, "vllm_fs", is_slow_to_start=True),
     Engine("vllm-disk", VLLM, "vllm_disk", keeps_open=True),
     Engine("llama-states", LLAMA, "llama_files", ("states",)),

@@ -29,6 +29,7 @@ class Engine:
     `keeps_open`: what it stores is for its process alone, in a file that it keeps open.
     `is_slow_to_start`: its speed is taken in one process a round.
     `imports_kvfs`: its driver does.
+    `rival`: it is at home on KVFS alone, and to be faster there than this one.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Engine:
     keeps_open: bool = False
     is_slow_to_start: bool = False
     imports_kvfs: bool = False
+    rival: Engine | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,7 @@ VLLM = Environment(
         "typing-extensions==4.16.0",
         "watchfiles==1.3.0",
         "xgrammar==0.2.8",
+        "xxhash==4.1.0",  # KVFS asks for it
     ),
 )
 

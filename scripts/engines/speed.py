@@ -41,7 +41,7 @@ class Comparison:
     @property
     def goal(self) -> float:
         """Of the loads, and of the stores."""
-        return 1.0 if self.engine.many_small else GOAL
+        return 1.0 if self.engine.many_small or self.engine.rival else GOAL
 
     @property
     def is_met(self) -> bool:
@@ -77,6 +77,8 @@ def compare(engine: Engine, directory: Path | None, rounds: int) -> Iterator[Com
 
 
 def _on_plain(engine: Engine, beside: Path, ring: Ring) -> _Round:
+    if engine.rival:
+        return _on_kvfs(engine.rival, beside, ring)
     return _round(engine, beside / "engine", lambda: None)
 
 

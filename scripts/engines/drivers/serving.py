@@ -13,7 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Outcome(NamedTuple):
@@ -35,7 +35,12 @@ _ANSWERS = _take_stdout()
 
 def serve(store: Callable[[], Outcome], load: Callable[[], Outcome]) -> None:
     """Until the standard input ends."""
+    verbs = {"store": store, "load": load}
+    answer_lines(lambda line: verbs[line.strip()]()._asdict())
+
+
+def answer_lines(answer: Callable[[str], dict[str, Any]]) -> None:
+    """Until the standard input ends."""
     with os.fdopen(_ANSWERS, "w", buffering=1) as answers:
         for line in sys.stdin:
-            outcome = {"store": store, "load": load}[line.strip()]()
-            answers.write(json.dumps(outcome._asdict()) + "\n")
+            answers.write(json.dumps(answer(line)) + "\n")

@@ -4,32 +4,14 @@ vllm_example.py DIR"""
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from serving import Outcome, serve
+from stopwatch import Stopwatch
 from vllm_model import Served
 
 # isort: split
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
-
-
-class Stopwatch:
-    """What the connector takes; the rest of an answer is the model's."""
-
-    seconds = 0.0
-
-    def of(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **named: Any) -> Any:
-            started = time.perf_counter()
-            try:
-                return method(*arguments, **named)
-            finally:
-                self.seconds += time.perf_counter() - started
-
-        return timed
 
 
 def main() -> None:

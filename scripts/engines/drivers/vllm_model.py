@@ -24,14 +24,22 @@ BLOCK_TOKENS = 32  # the CPU's attention takes multiples of it
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 1024, 8
 
 
+def transfer_to(connector: str, module: str | None = None, **settings: Any) -> KVTransferConfig:
+    """`module` is where the connector is, if vLLM does not know it."""
+    return KVTransferConfig(
+        kv_connector=connector,
+        kv_connector_module_path=module,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config=settings,
+    )
+
+
 class Served:
     """In float32, so that an answer does not depend on what part of its prompt was computed in one
     step: found or made anew, it is the same."""
 
-    def __init__(self, connector: str, **settings: Any) -> None:
-        transfer = KVTransferConfig(
-            kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=settings
-        )
+    def __init__(self, connector: str, module: str | None = None, **settings: Any) -> None:
         self._llm = LLM(
             str(folder()),
             dtype="float32",
@@ -40,7 +48,7 @@ class Served:
             enforce_eager=True,
             seed=0,
             distributed_executor_backend="uni",
-            kv_transfer_config=transfer,
+            kv_transfer_config=transfer_to(connector, module, **settings),
         )
         self._prompts = [
             {"prompt_token_ids": tokens}
