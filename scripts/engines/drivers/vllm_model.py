@@ -6,9 +6,11 @@ import hashlib
 import os
 from typing import Any
 
-# Before vLLM is imported. Without workers an engine starts in half the time.
+# Before vLLM is imported. Without workers an engine starts in half the time; more threads wait for
+# each other in loops: on a busy machine, for ever.
 os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -20,8 +22,9 @@ from smollm2 import folder
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
+KV_BYTES = 96 << 20  # of the engine's memory
 BLOCK_TOKENS = 32  # the CPU's attention takes multiples of it
-PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 1024, 8
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 256, 4
 
 
 class Served:
@@ -36,7 +39,8 @@ class Served:
             str(folder()),
             dtype="float32",
             block_size=BLOCK_TOKENS,
-            max_model_len=2048,
+            max_model_len=1024,
+            kv_cache_memory_bytes=KV_BYTES,
             enforce_eager=True,
             seed=0,
             distributed_executor_backend="uni",
