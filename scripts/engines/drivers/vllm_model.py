@@ -51,16 +51,10 @@ class Served:
             for tokens in prompts(self._llm.get_tokenizer().encode, PROMPTS, PROMPT_TOKENS)
         ]
 
-    @property
-    def connector(self) -> Any:
-        """The scheduler's."""
-        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
-
     def answer(self) -> tuple[int, str]:
         """To all prompts, with nothing of them in memory: how many tokens of them were found, and
         a digest of the answers."""
-        if not self._llm.reset_prefix_cache(reset_connector=True):
-            raise RuntimeError("the engine keeps what it has in memory")
+        self._forget()
         greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
         hits, tokens = 0, hashlib.blake2b(digest_size=16)
         # One at a time: each as it would be alone.
@@ -68,4 +62,10 @@ class Served:
             (answer,) = self._llm.generate([prompt], greedy, use_tqdm=False)
             hits += answer.num_cached_tokens or 0
             tokens.update(str(answer.outputs[0].token_ids).encode())
+        self._forget()
         return hits, tokens.hexdigest()
+
+    def _forget(self) -> None:
+        """What is in memory. Files that are being written are waited for."""
+        if not self._llm.reset_prefix_cache(reset_connector=True):
+            raise RuntimeError("the engine keeps what it has in memory")
