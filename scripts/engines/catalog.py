@@ -26,9 +26,9 @@ ENGINES = (
     ),
     Engine("vllm-fs", VLLM, "vllm_fs", is_slow_to_start=True),
     Engine("vllm-disk", VLLM, "vllm_disk", keeps_open=True),
-    Engine("llama-states", LLAMA, "llama_files", ("states",)),
-    Engine("llama-sequences", LLAMA, "llama_files", ("sequences",)),
-    Engine("llama-server", LLAMA_SERVER, "llama_server"),
+    Engine("llama-states", LLAMA, "llama_files", ("states",), is_pool=True),
+    Engine("llama-sequences", LLAMA, "llama_files", ("sequences",), is_pool=True),
+    Engine("llama-server", LLAMA_SERVER, "llama_server", is_pool=True),
 )
 
 

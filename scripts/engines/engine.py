@@ -26,6 +26,7 @@ class Engine:
     `many_small`: it keeps many small files, and is to be faster than on ext4.
     `finds_again`: what a former process stored is found by a new one; else its index is in its
     memory alone, and KVFS is restarted under the one that runs.
+    `is_pool`: its files have nothing to do with each other, which its directory is told.
     `keeps_open`: what it stores is for its process alone, in a file that it keeps open.
     `is_slow_to_start`: its speed is taken in one process a round.
     `imports_kvfs`: its driver does.
@@ -38,6 +39,7 @@ class Engine:
     arguments: tuple[str, ...] = ()
     many_small: bool = False
     finds_again: bool = True
+    is_pool: bool = False
     keeps_open: bool = False
     is_slow_to_start: bool = False
     imports_kvfs: bool = False

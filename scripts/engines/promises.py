@@ -34,7 +34,7 @@ def _through(engine: Engine, directory: Path | None, end: Callable[[Ring], None]
     """An engine that finds nothing again goes on meanwhile."""
     with new_ring("engine", directory, "--size", _RING_SIZE) as ring:
         ring.mount()
-        with running(engine, _place(ring)) as process:
+        with running(engine, _place(engine, ring)) as process:
             stored = process.store()
             if engine.finds_again:
                 process.kill()
@@ -43,7 +43,7 @@ def _through(engine: Engine, directory: Path | None, end: Callable[[Ring], None]
             if not engine.finds_again:
                 loaded = process.load()
         if engine.finds_again:
-            with running(engine, _place(ring)) as process:
+            with running(engine, _place(engine, ring)) as process:
                 loaded = process.load()
         _same(engine, loaded, stored)
         if not loaded.hits:
@@ -60,7 +60,7 @@ def reclaim(engine: Engine, directory: Path | None) -> None:
         profile.write_text('name = "oldest-first"\npolicy = "lru"\n')
         clock = FastClock.from_now(_CLOCK_FACTOR)
         ring.mount("--profile", str(profile), clock=clock)
-        with running(engine, _place(ring)) as process:
+        with running(engine, _place(engine, ring)) as process:
             stored = process.store()
             _displace(ring)
             _same(engine, process.load(), stored)
@@ -70,7 +70,7 @@ def reclaim(engine: Engine, directory: Path | None) -> None:
             if not again.hits:
                 raise Broken(f"{engine.name} finds nothing of what it stored after reclaim")
             _displace(ring)
-        with running(engine, _place(ring)) as process:
+        with running(engine, _place(engine, ring)) as process:
             _same(engine, process.load(), stored)
 
 
@@ -78,7 +78,7 @@ def keep(engine: Engine, directory: Path | None) -> None:
     """What its process has open stays, whatever else is written: as much as the ring holds."""
     with new_ring("engine", directory, "--size", _SMALL_RING_SIZE) as ring:
         ring.mount(clock=FastClock.from_now(_CLOCK_FACTOR))
-        with running(engine, _place(ring)) as process:
+        with running(engine, _place(engine, ring)) as process:
             stored = process.store()
             reclaimed = ring.stats()["counters"]["reclaimed_units"]
             deadline = time.monotonic() + _FILL_SECONDS
@@ -89,9 +89,11 @@ def keep(engine: Engine, directory: Path | None) -> None:
             _same(engine, process.load(), stored)
 
 
-def _place(ring: Ring) -> Path:
+def _place(engine: Engine, ring: Ring) -> Path:
     place = ring.mountpoint / "engine"
     place.mkdir(exist_ok=True)
+    if engine.is_pool:
+        os.setxattr(place, "user.kvfs.unit", b"pool")
     return place
 
 

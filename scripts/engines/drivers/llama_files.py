@@ -22,7 +22,7 @@ from smollm2 import gguf
 
 CONTEXT_TOKENS = 2048
 BATCH_TOKENS = 64  # a state holds as many rows of logits
-PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 1024, 8
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 256, 4
 
 Save = Callable[[Llama, Path], None]
 Restore = Callable[[Llama, Path], None]
@@ -69,7 +69,15 @@ WAYS: dict[str, tuple[Save, Restore]] = {
 class Served:
     def __init__(self, place: Path, save: Save, restore: Restore) -> None:
         self._place, self._save, self._restore = place, save, restore
-        self._model = Llama(str(gguf()), n_ctx=CONTEXT_TOKENS, n_batch=BATCH_TOKENS, verbose=False)
+        # More threads wait for each other in loops: on a busy machine, for ever.
+        self._model = Llama(
+            str(gguf()),
+            n_ctx=CONTEXT_TOKENS,
+            n_batch=BATCH_TOKENS,
+            n_threads=1,
+            n_threads_batch=1,
+            verbose=False,
+        )
         self._prompts = prompts(
             lambda text: self._model.tokenize(text.encode()), PROMPTS, PROMPT_TOKENS
         )

@@ -20,7 +20,7 @@ from real_text import prompts
 from serving import Outcome, serve
 from smollm2 import gguf
 
-PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 1024, 8
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 256, 4
 _START_SECONDS = 300
 _PR_SET_PDEATHSIG = 1
 

@@ -10,7 +10,7 @@ from vllm_model import Served
 # isort: split
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-FIRST_TIER_BYTES = 256 << 20
+FIRST_TIER_BYTES = 64 << 20
 
 
 class Transfers:

@@ -6,9 +6,11 @@ import hashlib
 import os
 from typing import Any
 
-# Before vLLM is imported. Without workers an engine starts in half the time.
+# Before vLLM is imported. Without workers an engine starts in half the time; more threads wait for
+# each other in loops: on a busy machine, for ever.
 os.environ |= {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
@@ -20,8 +22,9 @@ from smollm2 import folder
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
+KV_BYTES = 96 << 20  # of the engine's memory
 BLOCK_TOKENS = 32  # the CPU's attention takes multiples of it
-PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 1024, 8
+PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 2, 256, 4
 
 
 def transfer_to(connector: str, module: str | None = None, **settings: Any) -> KVTransferConfig:
@@ -44,7 +47,8 @@ class Served:
             str(folder()),
             dtype="float32",
             block_size=BLOCK_TOKENS,
-            max_model_len=2048,
+            max_model_len=1024,
+            kv_cache_memory_bytes=KV_BYTES,
             enforce_eager=True,
             seed=0,
             distributed_executor_backend="uni",
@@ -55,16 +59,10 @@ class Served:
             for tokens in prompts(self._llm.get_tokenizer().encode, PROMPTS, PROMPT_TOKENS)
         ]
 
-    @property
-    def connector(self) -> Any:
-        """The scheduler's."""
-        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
-
     def answer(self) -> tuple[int, str]:
         """To all prompts, with nothing of them in memory: how many tokens of them were found, and
         a digest of the answers."""
-        if not self._llm.reset_prefix_cache(reset_connector=True):
-            raise RuntimeError("the engine keeps what it has in memory")
+        self._forget()
         greedy = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
         hits, tokens = 0, hashlib.blake2b(digest_size=16)
         # One at a time: each as it would be alone.
@@ -72,4 +70,10 @@ class Served:
             (answer,) = self._llm.generate([prompt], greedy, use_tqdm=False)
             hits += answer.num_cached_tokens or 0
             tokens.update(str(answer.outputs[0].token_ids).encode())
+        self._forget()
         return hits, tokens.hexdigest()
+
+    def _forget(self) -> None:
+        """What is in memory. Files that are being written are waited for."""
+        if not self._llm.reset_prefix_cache(reset_connector=True):
+            raise RuntimeError("the engine keeps what it has in memory")
