@@ -29,7 +29,7 @@ def test_help_names_the_verbs() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_of_a_verb_has_examples(verb: str) -> None:
     _, examples = kvfs(verb, "--help").stdout.split("Examples:\n")
-    assert f"kvfs {verb} " in examples.splitlines()[0]
+    assert f"kvfs {verb}" in examples.splitlines()[0]
 
 
 @pytest.mark.parametrize(
