@@ -14,6 +14,7 @@ import os
 import time
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,11 @@ class Library:
         if name in self._known:
             self._unfit.add((name, self._known[name].inode))
             self._set(name, _Known(b"", self._known[name].inode))
+
+    def bring_in(self, name: str) -> None:
+        """Have it read into warm memory, all layers at once: it is about to be loaded."""
+        with suppress(OSError):  # it is read when it is loaded, then
+            os.setxattr(self._folder / name, "user.kvfs.prefetch", b"1")
 
     def _neighbours(self, tokens: bytes) -> Iterator[tuple[int, str]]:
         at = bisect_left(self._sorted, (tokens, ""))

@@ -82,7 +82,7 @@ class Planner:
     def matched(self, request: Request, computed: int) -> int:
         """How many tokens can be loaded behind those `computed`; the last token of a request is
         always computed, since its logits are wanted."""
-        self._matches.pop(request.request_id, None)
+        before = self._matches.pop(request.request_id, None)
         folder = self._folder(request)
         if folder is None:
             return 0
@@ -98,6 +98,9 @@ class Planner:
         match = _Match(tuple(one.name for one in there), min(one.tokens for one in there), computed)
         self._matches[request.request_id] = match
         loadable = min(match.tokens, self._shapes[0].whole(len(tokens) // TOKEN_BYTES - 1))
+        if loadable > computed and (before is None or before.sessions != match.sessions):
+            for library, session in zip(self._of(folder), match.sessions, strict=True):
+                library.bring_in(session)
         return max(0, loadable - computed)
 
     def allocated(self, request: Request, external: int) -> None:

@@ -277,13 +277,18 @@ def test_a_base_that_is_another_here_is_refused(here: Path, there: Path) -> None
 # -- while others are at work
 
 
+def _heed_signals() -> None:
+    """What runs in the background, or under nohup, may have been told to ignore these."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextmanager
 def sending(session: Path, *options: str | Path) -> Iterator[subprocess.Popen[bytes]]:
     """One that has begun, and waits for somebody to read."""
     process = subprocess.Popen(
         [KVFS, "send", session, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        # What runs in the background may have to ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_heed_signals,
     )  # fmt: skip
     try:
         yield process
