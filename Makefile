@@ -33,7 +33,7 @@ bench: setup ## Every figure beside its limit and what else one would use, short
 	$(BIN)/python -m scripts.bench --short
 
 engines: setup ## Real engines, each in an environment of its own, on a directory of a mount
-	$(BIN)/pytest -m engines tests/engines/test_real.py
+	$(BIN)/pytest -m engines tests/engines
 
 scenarios: setup ## Each profile at its work: simulated, and through a mount (minutes, 8 GiB)
 	for profile in gov ecommerce iot; do $(BIN)/python scripts/scenarios.py $$profile || exit 1; done

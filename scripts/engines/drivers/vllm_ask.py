@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm_model import BLOCK_TOKENS, transfer_to
 
 _BLOCKS = 16
+_KV_BYTES = 256 << 20
 _STEP_TOKENS = 96
 
 
@@ -37,6 +38,8 @@ class Asked:
             max_num_batched_tokens=_STEP_TOKENS,
             max_num_seqs=4,
             max_model_len=256,
+            kv_cache_memory_bytes=_KV_BYTES,  # else it asks for nearly all of the machine's memory
+            gpu_memory_utilization=0.1,
             enforce_eager=True,
             seed=0,
             distributed_executor_backend="uni",

@@ -48,6 +48,7 @@ class Served:
             dtype="float32",
             block_size=BLOCK_TOKENS,
             max_model_len=1024,
+            gpu_memory_utilization=0.1,  # the rest of the memory is not looked at
             kv_cache_memory_bytes=KV_BYTES,
             enforce_eager=True,
             seed=0,
