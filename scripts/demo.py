@@ -57,7 +57,8 @@ TURNS_BEFORE_BRANCH = 3
 IMAGE_SIZE = "1G"
 ANSWER_TOKENS = 32
 
-console = Console()
+# What goes to a file is not cut to the 80 columns that it is thought to have.
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class DemoError(Exception):
