@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from scripts.engines.environments import ROOT, VLLM
-from tests.support.mounter import Mounter
+from tests.support.mounter import Mounter, mounted
 
 pytestmark = [
     pytest.mark.engines,
@@ -97,12 +97,8 @@ def right(question: Ask) -> list[list[int]]:
 
 @pytest.fixture
 def place(fuse: None) -> Iterator[Path]:
-    mounter = Mounter()
-    try:
-        mounter.mount()
-        yield mounter.mountpoint / "kv"
-    finally:
-        mounter.close()
+    with mounted() as mountpoint:
+        yield mountpoint / "kv"
 
 
 def sessions(place: Path) -> list[Path]:

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,14 @@ class Mounter:
         self.end()
         shutil.rmtree(self.directory)
         shutil.rmtree(self.warm_directory)
+
+
+@contextmanager
+def mounted() -> Iterator[Path]:
+    """The mountpoint of a fresh KVFS of 512 MiB."""
+    mounter = Mounter()
+    try:
+        mounter.mount()
+        yield mounter.mountpoint
+    finally:
+        mounter.close()

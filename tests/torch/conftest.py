@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.support.mounter import Mounter
+from tests.support.mounter import mounted
 
 if TYPE_CHECKING:
     import torch
@@ -22,12 +22,8 @@ ModelMaker = Callable[..., "PreTrainedModel"]
 @pytest.fixture(scope="session")
 def shared_mount(fuse: None) -> Iterator[Path]:
     """One mount for all tests here, since mounting takes longer than most of them."""
-    mounter = Mounter()
-    try:
-        mounter.mount()
-        yield mounter.mountpoint
-    finally:
-        mounter.close()
+    with mounted() as mountpoint:
+        yield mountpoint
 
 
 @pytest.fixture

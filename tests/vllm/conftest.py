@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounter import Mounter
+from tests.support.mounter import mounted
 
 pytest.importorskip("torch")
 
@@ -16,12 +16,8 @@ pytest.importorskip("torch")
 @pytest.fixture(scope="session")
 def shared_mount(fuse: None) -> Iterator[Path]:
     """One mount for all tests here, since mounting takes longer than most of them."""
-    mounter = Mounter()
-    try:
-        mounter.mount()
-        yield mounter.mountpoint
-    finally:
-        mounter.close()
+    with mounted() as mountpoint:
+        yield mountpoint
 
 
 @pytest.fixture

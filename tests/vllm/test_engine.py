@@ -21,7 +21,7 @@ from kvfs.torch.errors import NotKVFSError
 from kvfs.vllm.place import Place
 from kvfs.vllm.settings import Settings
 from tests.support.mounter import Mounter
-from tests.vllm.simulated import BLOCK, Engine, fingerprint
+from tests.vllm.simulated import BLOCK, Asked, Engine, fingerprint
 
 PROMPT = list(range(100, 120))
 
@@ -56,6 +56,27 @@ def test_a_new_engine_finds_what_another_stored(stored: Path) -> None:
     assert engine.answer([*PROMPT[:9], 1, 2, 3, 4, 5]).hits == 8
     assert engine.answer([1, *PROMPT]).hits == 0
     engine.close()
+
+
+def test_a_match_is_read_into_warm_memory_before_its_request_runs(stored: Path) -> None:
+    layers = sorted(stored.glob("layer.*"))
+    os.setxattr(stored, "user.kvfs.demote", b"1")
+    _until(lambda: _tiers(layers) == {b"cold"})
+    engine = Engine(stored.parent)
+    assert engine.planner.matched(Asked("1", PROMPT), 0) == loadable(len(PROMPT))
+    _until(lambda: _tiers(layers) == {b"warm"})
+    engine.close()
+
+
+def _tiers(layers: list[Path]) -> set[bytes]:
+    return {os.getxattr(layer, "user.kvfs.tier") for layer in layers}
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_conversation_is_one_session_and_a_turn_appends_to_it(directory: Path) -> None:

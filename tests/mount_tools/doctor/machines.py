@@ -193,7 +193,7 @@ VM: Files = {
     "sys/devices/pci0000:00/0000:00:04.0/virtio1/block/vda/vda1/partition": "1\n",
     "dev/fuse": "",
     "usr/bin/fusermount3": "#!/bin/sh\n",
-    "root/ring.img": "",
+    "srv/ring.img": "",
 }  # fmt: skip
 VM_LINKS: Files = {
     "sys/block/vda": "../devices/pci0000:00/0000:00:04.0/virtio1/block/vda",
@@ -211,7 +211,7 @@ CONTAINER: Files = {
     "101 100 0:61 / /dev/shm rw,nosuid,nodev,noexec - tmpfs shm rw,size=65536k,inode64\n",
     "proc/self/cgroup": "0::/\n",
     "sys/fs/cgroup/memory.max": "1073741824\n",
-    "root/ring.img": "",
+    "srv/ring.img": "",
 }
 
 

@@ -184,7 +184,7 @@ def test_a_virtual_machine(vm: System) -> None:
     assert find(wear.checks(vm), "vda").status is UNKNOWN
     # Without an option a tmpfs has half of the memory.
     assert find(ram(vm), "size of /dev/shm").found == "11.8 GiB"
-    checks = list(block.checks(vm, Path("/root/ring.img")))
+    checks = list(block.checks(vm, Path("/srv/ring.img")))
     assert find(checks, "filesystem of the image").found == "ext4 on / (/dev/vda1)"
     assert find(checks, "rotational").status is ADVICE
     assert find(checks, "discard").status is ADVICE
@@ -198,7 +198,7 @@ def test_a_container_says_plainly_what_it_does_not_show(container: System) -> No
     assert find(ram(container), "limit of the control group").found == "1.0 GiB"
     for check in sysctls.checks(container):
         assert check.status is UNKNOWN and "cannot be read" in check.found
-    (filesystem,) = block.checks(container, Path("/root/ring.img"))
+    (filesystem,) = block.checks(container, Path("/srv/ring.img"))
     assert filesystem.status is ADVICE and filesystem.found.startswith("overlay on /")
 
 
@@ -206,7 +206,7 @@ def test_a_machine_without_proc_and_sys_is_unknown_and_no_failure(tmp_path: Path
     nothing = System(tmp_path)
     looks: list[Look] = [
         kernel.checks, sysctls.checks, ram, pci.checks, gpu.checks, software.checks, disk,
-        lambda system: block.checks(system, Path("/root/ring.img")),
+        lambda system: block.checks(system, Path("/srv/ring.img")),
     ]  # fmt: skip
     for look in looks:
         checks = list(look(nothing))
@@ -224,7 +224,7 @@ def test_a_machine_without_proc_and_sys_is_unknown_and_no_failure(tmp_path: Path
         ("/dev/mapper/vg0-rings", ["nvme1n1"], []),
         ("/srv/rings/ring.img", ["nvme1n1"], ["xfs"]),
         ("/dev/loop7", ["nvme1n1"], ["xfs"]),
-        ("/root/elsewhere.img", ["nvme0n1"], ["ext4"]),
+        ("/srv/elsewhere.img", ["nvme0n1"], ["ext4"]),
         ("/data/ring.img", ["sda"], ["btrfs"]),
         ("/net/ring.img", [], ["nfs4"]),
         ("/dev/shm/ring.img", [], ["tmpfs"]),
