@@ -21,7 +21,7 @@ from kvfs.engine.units import Units, Victim, largest
 log = logging.getLogger(__name__)
 
 LOG_ENTRIES_MAX = 10_000
-_SCANNED_A_SECOND = 10_000 // 60
+_SCANNED_A_SECOND = 1000
 _HOLDERS_SECONDS = 60
 _HOLDERS_NAMED = 3
 # It was removed, renamed or used since it was chosen.
@@ -130,7 +130,7 @@ class Reclaimer:
         yield from self.perform(
             op, purpose=Purpose.REMOVE, is_allowed=lambda: units.is_removable(victim, now_ns)
         )
-        units.forget(victim.ino)
+        units.forget(victim)
         self.counters.reclaimed_units += 1
         self.counters.reclaimed += victim.unit.stored
         log.info(

@@ -85,7 +85,8 @@ class _Place:
 @dataclass(slots=True)
 class Units:
     """`total` tells the size of the ring in bytes. `opened` counts open files by inode;
-    `removable` is what reclaim might remove, in bytes, as of the last look at all units.
+    `removable` is what reclaim might remove, in bytes, as of the last look at all units, which
+    `oldest` is, and `expired` bit by bit.
     `policy` says which units go first; without one those do that were not used for the
     longest time. `turned` counts sessions that turned out to be pools."""
 
@@ -98,6 +99,7 @@ class Units:
     turned: int = 0
     _used: dict[int, int] = field(default_factory=dict)
     _cursor: int = 0
+    _counted: int = 0  # of what is removable, up to the cursor
     _sessions: TTLCache[int, int] = field(
         default_factory=lambda: TTLCache(_SESSIONS_MAX, _SESSIONS_SECONDS)
     )
@@ -292,7 +294,7 @@ class Units:
         while True:
             batch = yield from self._records(cursor, _SCAN_ITEMS)
             for ino, unit in batch:
-                if not unit.is_pool and unit.used_ns < now_ns - _PROTECTED_NS:
+                if _is_old(unit, now_ns):
                     self.removable += unit.stored
                     if (unit.used_ns, ino) > first:
                         heapq.heappush(found, (-unit.used_ns, -ino, unit))
@@ -311,16 +313,20 @@ class Units:
         places = {ino: place for place, ino in enumerate(known)}
         return sorted(victims, key=lambda victim: places.get(victim.ino, -1))
 
-    def forget(self, ino: int) -> None:
-        """A unit was removed."""
+    def forget(self, victim: Victim) -> None:
+        """It was removed."""
+        self.removable = max(0, self.removable - victim.unit.stored)
         if self.policy is not None:
-            self.policy.forget([ino])
+            self.policy.forget([victim.ino])
 
     def expired(self, now_ns: int, limit: int, default_ttl_s: int) -> Step[list[Victim]]:
         """Those among the next `limit` units that nobody used for their time to live, or
         for `default_ttl_s` (0: no limit)."""
         batch = yield from self._records(self._cursor, limit)
+        self._counted += sum(unit.stored for _, unit in batch if _is_old(unit, now_ns))
         self._cursor = batch[-1][0] + 1 if len(batch) == limit else 0
+        if not self._cursor:
+            self.removable, self._counted = self._counted, 0
         victims = []
         for ino, unit in batch:
             ttl_s = unit.ttl_s or default_ttl_s
@@ -424,6 +430,11 @@ class Units:
             parts.append(inode.name)
             ino = inode.parent
         return b"/".join(reversed(parts))
+
+
+def _is_old(unit: Unit, now_ns: int) -> bool:
+    """Whether it is one, that was not used just now."""
+    return not unit.is_pool and unit.used_ns < now_ns - _PROTECTED_NS
 
 
 def _is_pool(unit: int, known: dict[int, _Above]) -> bool:

@@ -13,7 +13,7 @@ ENGINES = (
     Engine("lmcache-fs_native", LMCACHE, "lmcache_l2", ("fs_native",)),
     Engine("lmcache-bench-l2", LMCACHE, "lmcache_bench", ("fs_native",), many_small=True),
     Engine("mooncake-file", MOONCAKE, "mooncake_files", ("file_per_key",)),
-    Engine("mooncake-bucket", MOONCAKE, "mooncake_files", ("bucket",)),
+    Engine("mooncake-bucket", MOONCAKE, "mooncake_files", ("bucket",), stores_again=False),
     Engine("mooncake-offset", MOONCAKE, "mooncake_files", ("offset_allocator",), keeps_open=True),
     _VLLM_EXAMPLE,
     Engine(

@@ -28,6 +28,8 @@ class Engine:
     memory alone, and KVFS is restarted under the one that runs.
     `is_pool`: its files have nothing to do with each other, which its directory is told.
     `keeps_open`: what it stores is for its process alone, in a file that it keeps open.
+    `stores_again`: what is gone it makes anew and stores; else it goes on believing in its files
+    until its next process, on any filesystem.
     `is_slow_to_start`: its speed is taken in one process a round.
     `imports_kvfs`: its driver does.
     `rival`: it is at home on KVFS alone, and to be faster there than this one.
@@ -41,6 +43,7 @@ class Engine:
     finds_again: bool = True
     is_pool: bool = False
     keeps_open: bool = False
+    stores_again: bool = True
     is_slow_to_start: bool = False
     imports_kvfs: bool = False
     rival: Engine | None = None

@@ -21,7 +21,8 @@ from kvfs.engine.io import InlineExecutor, run
 from kvfs.engine.store import Store
 from kvfs.mount.mounts import find_mount
 from kvfs.tiers.oplog import OperationLog
-from mount_tools.processes import wait_for_end
+from mount_tools.mountpoints import State, read_stats, state_of
+from mount_tools.processes import process_of, wait_for_end
 from tests.engine.audit import audit
 
 KVFS = str(Path(sys.executable).with_name("kvfs"))
@@ -135,6 +136,16 @@ def kvfs(*arguments: str | Path, clock: FastClock | None = None) -> None:
         raise Broken(f"kvfs {arguments[0]}: {result.stderr.strip()} {result.stdout.strip()}")
 
 
+def _end(ring: Ring) -> None:
+    """In whatever state it is."""
+    daemon = None
+    if state_of(ring.mountpoint) is State.ALIVE:
+        daemon = process_of(read_stats(ring.mountpoint).pid)
+    subprocess.run([KVFS, "umount", "--force", ring.mountpoint], capture_output=True)
+    if daemon is not None:
+        wait_for_end(daemon, _END_SECONDS)  # it has the directories until then
+
+
 @contextmanager
 def new_ring(name: str, directory: Path | None, *mkfs: str) -> Iterator[Ring]:
     """A formatted one that is not mounted, in directories of its own that are removed."""
@@ -149,4 +160,4 @@ def new_ring(name: str, directory: Path | None, *mkfs: str) -> Iterator[Ring]:
             yield ring
         finally:
             if find_mount(ring.mountpoint):
-                subprocess.run([KVFS, "umount", "--force", ring.mountpoint], capture_output=True)
+                _end(ring)

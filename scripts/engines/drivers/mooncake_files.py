@@ -24,12 +24,13 @@ CHUNKS, CHUNK_SIZE = 64, 4 * 1024 * 1024
 BUCKET_KEYS = 8  # a bucket is written when it is full; a heartbeat may come in between
 KEYS = [f"chunk-{number}" for number in range(CHUNKS)]
 MEMORY, BUFFER = 512 * 1024 * 1024, 64 * 1024 * 1024
+# It goes on counting files that are gone, and stops to store when they come to the limit.
+FILES = 16 * MEMORY
 WAIT_SECONDS = 120
 SETTINGS = {
     "MC_MS_AUTO_DISC": "0",
     "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
     "MOONCAKE_OFFLOAD_BUCKET_KEYS_LIMIT": str(BUCKET_KEYS),
-    "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": str(MEMORY),  # else 2 TiB, taken at once by one
 }
 
 
@@ -37,6 +38,9 @@ def main() -> None:
     directory, backend = sys.argv[1:]
     os.environ |= SETTINGS
     os.environ["MOONCAKE_OFFLOAD_STORAGE_BACKEND_DESCRIPTOR"] = f"{backend}_storage_backend"
+    # Of its default, 2 TiB, the one file of the offset allocator takes all at once.
+    limit = MEMORY if backend == "offset_allocator" else FILES
+    os.environ["MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES"] = str(limit)
     master = f"127.0.0.1:{_start_master()}"
     from mooncake.store import MooncakeDistributedStore
 
