@@ -20,17 +20,19 @@ _LARGE_PAGE = 2 * 1024 * 1024
 
 @dataclass(slots=True)
 class BufferPool:
-    """Buffers of one size, last in first out. `kept_max` idle ones stay allocated, and those
-    that came with others in a large page."""
+    """Buffers of one size, last in first out, for any thread. `kept_max` idle ones stay allocated,
+    and those that came with others in a large page."""
 
     size: int
     kept_max: int
     _idle: list[memoryview] = field(default_factory=list)
 
     def take(self) -> memoryview:
-        if not self._idle:
-            self._idle += _touched(self.size)
-        return self._idle.pop()
+        with suppress(IndexError):
+            return self._idle.pop()
+        first, *others = _touched(self.size)
+        self._idle += others
+        return first
 
     def give(self, buffer: memoryview) -> None:
         """Hand a buffer back; nobody may use it, or a view of it, any longer."""

@@ -181,13 +181,21 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     return decompressor
 
 
+class Share(Enum):
+    """What is compressed of the `auto` extents of a batch."""
+
+    NONE = 0
+    LARGEST = 1  # to find out whether it would pay
+    ALL = 2
+
+
 @dataclass(slots=True)
 class AutoCodec:
     """Decides for `auto`: compress where the device is the slower part, or space is
     short, and the data shrinks.
 
     Bandwidths are bytes a second, exponentially smoothed over what was really written
-    and encoded; one batch in `PROBE_INTERVAL` is encoded to keep them true.
+    and encoded; of one batch in `PROBE_INTERVAL` an extent is encoded to keep them true.
     """
 
     device: float = 0.0
@@ -207,12 +215,13 @@ class AutoCodec:
         self.encoder = self._smooth(self.encoder, size / max(seconds, 1e-6))
         self.ratio = self._smooth(self.ratio, size / stored)
 
-    def next_batch(self) -> bool:
-        """Whether the `auto` files of the next batch are compressed."""
+    def next_batch(self) -> Share:
         probe = self._batches % self.PROBE_INTERVAL == 0
         self._batches += 1
         pays = self.space_is_short or 0 < self.device < self.encoder
-        return probe or (pays and self.ratio >= self.RATIO_MIN)
+        if pays and self.ratio >= self.RATIO_MIN:
+            return Share.ALL
+        return Share.LARGEST if probe else Share.NONE
 
     def _smooth(self, old: float, new: float) -> float:
         return new if old == 0 else old + self.SMOOTHING * (new - old)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvfs.engine import codec
 from kvfs.engine.buffer import InRing, Kept
 from kvfs.engine.buffers import BufferPool, copy, is_aligned
-from kvfs.engine.codec import AutoCodec, Codec
+from kvfs.engine.codec import AutoCodec, Codec, CodecChoice, Share
 from kvfs.engine.extents import NewExtent
 from kvfs.engine.format import (
     ITEM_OVERHEAD,
@@ -62,7 +63,10 @@ class Arena:
     pool: BufferPool
 
     @classmethod
-    def for_extents(cls, extents: list[NewExtent], pool: BufferPool) -> Arena:
+    def for_extents(cls, extents: list[NewExtent], pool: BufferPool) -> Arena | None:
+        """None where there are none: to touch memory takes longer than the rest of a batch."""
+        if not extents:
+            return None
         size = sum(round_up(extent.size + SEAL_OVERHEAD) for extent in extents)
         if size <= pool.size:
             return cls(pool.take(), pool)
@@ -88,9 +92,11 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The payloads of a batch; how many bytes a codec took, made of them, in how long."""
+    """The payloads of a batch, and the memory of those that do not go to the ring as they lie;
+    how many bytes a codec took, made of them, in how long."""
 
     payloads: list[Payload]
+    arena: Arena | None
     encoded_bytes: int
     encoded_into: int
     seconds: float
@@ -112,7 +118,7 @@ class EncodeBatch:
 
     extents: list[NewExtent]
     codecs: list[Codec]
-    arena: memoryview
+    pool: BufferPool
     vault: Vault
     secrets: list[bytes]
 
@@ -132,39 +138,51 @@ class EncodeBatch:
 
     def __call__(self) -> Encoded:
         started = time.perf_counter()
+        as_they_lie = [self._goes_as_it_lies(number) for number in range(len(self.extents))]
+        arena = Arena.for_extents(
+            [extent for extent, lies in zip(self.extents, as_they_lie, strict=True) if not lies],
+            self.pool,
+        )
         payloads = []
         at = encoded_bytes = encoded_into = 0
-        for number, (extent, used) in enumerate(zip(self.extents, self.codecs, strict=True)):
-            lies_well = all(is_aligned(piece.data) for piece in extent.pieces)
-            if used == Codec.NONE and lies_well and not self.secrets:
+        for number, extent in enumerate(self.extents):
+            if as_they_lie[number]:
                 payloads.append(_as_it_lies(extent))
                 continue
-            secret = self.secrets[number] if self.secrets else None
-            payload = self._encode(extent, used, at, secret)
+            assert arena is not None
+            payload = self._encode(number, arena.buffer[at:])
             payloads.append(payload)
             at += payload.size
-            if used != Codec.NONE:
+            if self.codecs[number] != Codec.NONE:
                 encoded_bytes += extent.size
                 encoded_into += payload.size
-        return Encoded(payloads, encoded_bytes, encoded_into, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Encoded(payloads, arena, encoded_bytes, encoded_into, seconds)
 
-    def _encode(self, extent: NewExtent, used: Codec, at: int, secret: bytes | None) -> Payload:
-        raw = self.arena[at : at + extent.size]
+    def _goes_as_it_lies(self, number: int) -> bool:
+        pieces = self.extents[number].pieces
+        is_raw = self.codecs[number] == Codec.NONE and not self.secrets
+        return is_raw and all(is_aligned(piece.data) for piece in pieces)
+
+    def _encode(self, number: int, out: memoryview) -> Payload:
+        """At the beginning of `out`."""
+        extent, used = self.extents[number], self.codecs[number]
+        raw = out[: extent.size]
         _gather(extent.pieces, raw)
         encoded: bytes | memoryview | None = codec.encode(used, extent.layout, raw)
         if encoded is None:
             used, encoded = Codec.NONE, raw
         record = _record(extent, used, 0, 0)
-        if secret is not None:
+        if self.secrets:
             record.cipher, record.key_id = self.vault.cipher, extent.ino
-            encoded = self.vault.seal_extent(record, secret, encoded)
+            encoded = self.vault.seal_extent(record, self.secrets[number], encoded)
         record.stored = len(encoded)
         if encoded is not raw:
-            self.arena[at : at + record.stored] = encoded
+            out[: record.stored] = encoded
         taken = round_up(record.stored)
-        self.arena[at + record.stored : at + taken] = bytes(taken - record.stored)
-        record.checksum = checksum(self.arena[at : at + record.stored])
-        return Payload(record, [self.arena[at : at + taken]])
+        out[record.stored : taken] = bytes(taken - record.stored)
+        record.checksum = checksum(out[: record.stored])
+        return Payload(record, [out[:taken]])
 
 
 def _as_it_lies(extent: NewExtent) -> Payload:
@@ -202,19 +220,26 @@ def start_encoding(
     if batch.encoding is not None:
         return
     extents = [known.new for known in batch.sealed.files.extents if known.new is not None]
-    batch.arena = Arena.for_extents(extents, pool)
-    auto_compresses = bool(extents) and auto.next_batch()
-    codecs = [
-        codec.resolve(extent.choice, extent.layout, auto_compresses=auto_compresses)
-        for extent in extents
-    ]
+    codecs = _codecs(extents, auto)
     secrets = [vault.keys.find_or_make(extent.ino) for extent in extents] if vault.is_on else []
-    work = EncodeBatch(extents, codecs, batch.arena.buffer, vault, secrets)
+    work = EncodeBatch(extents, codecs, pool, vault, secrets)
     if work.costs_nothing:
         batch.encoding = Completion()
         batch.encoding.finish(work())
     else:
         batch.encoding = submit(work)
+
+
+def _codecs(extents: list[NewExtent], auto: AutoCodec) -> list[Codec]:
+    share = auto.next_batch() if extents else Share.NONE
+    compressed = [extent for extent in extents if extent.choice == CodecChoice.AUTO]
+    if share is Share.LARGEST and compressed:
+        compressed = [max(compressed, key=attrgetter("size"))]
+    ids = {extent.extent_id for extent in compressed if share is not Share.NONE}
+    return [
+        codec.resolve(extent.choice, extent.layout, auto_compresses=extent.extent_id in ids)
+        for extent in extents
+    ]
 
 
 def place(batch: Batch, encoded: Encoded, ring: Ring, state: State, vault: Vault) -> Placed:

@@ -277,6 +277,7 @@ class Writer:
         self._encode(batch)
         assert batch.encoding is not None
         encoded: Encoded = yield from wait(batch.encoding)
+        batch.arena = encoded.arena
         self._sealed.popleft()
         for following in islice(self._sealed, 1):
             self._encode(following)

@@ -19,7 +19,14 @@ from kvfs.engine.io import Completion, Step, wait
 from kvfs.engine.nodes import Node, error
 from kvfs.engine.store import Store
 from kvfs.mount import control, protocol
-from kvfs.mount.protocol import RENAME_EXCHANGE, RENAME_NOREPLACE, Call, Changes, Opened
+from kvfs.mount.protocol import (
+    RENAME_EXCHANGE,
+    RENAME_NOREPLACE,
+    Call,
+    Capability,
+    Changes,
+    Opened,
+)
 from kvfs.mount.scrubbing import SCRUBBED, Scrubbing
 from kvfs.tiers import hints
 from kvfs.tiers.migrate import Migration
@@ -41,9 +48,9 @@ _CAPABILITY = b"security.capability"
 
 @dataclass(slots=True)
 class _Handle:
-    """An open file or directory. `direct`: opened with O_DIRECT; `snapshot` is the content
-    of a file in `/.kvfs`; `session` the one that the file is in, 0 in a pool; `batch` how many
-    names of a directory are likely to be wanted at once."""
+    """An open file or directory. `direct`: what is written does not come by the kernel's page
+    cache; `snapshot` is the content of a file in `/.kvfs`; `session` the one that the file is
+    in, 0 in a pool; `batch` how many names of a directory are likely to be wanted at once."""
 
     ino: int
     session: int = 0
@@ -92,8 +99,13 @@ class Filesystem:
         # Files that the kernel knows, and that were seen to have no such xattr.
         self._without_capability: set[int] = set()
         self._notices = _Notices()
+        self._agreed = Capability(0)
         store.watch_blocks(self._blocks_changed)
         store.reclaimer.on_removed = self._removed
+
+    def agreed(self, capabilities: Capability) -> None:
+        """With the kernel, before its first request."""
+        self._agreed = capabilities
 
     def mounted(self, notify: Callable[[bytes], None]) -> None:
         self._notices.begin(notify)
@@ -419,7 +431,8 @@ class Filesystem:
             return node
 
     def _open(self, ino: int, flags: int) -> Step[bytes]:
-        handle = _Handle(ino, direct=bool(flags & os.O_DIRECT))
+        is_direct = bool(flags & os.O_DIRECT) or self._writes_directly(flags)
+        handle = _Handle(ino, direct=is_direct)
         # First: what is open is not reclaimed, and what follows may wait.
         self._store.pin(ino)
         self._store.opened(ino)
@@ -432,9 +445,15 @@ class Filesystem:
             self._store.closed(ino)
             yield from self._store.unpin(ino)
             raise
-        # Also for O_DIRECT: the kernel then splits a large request into several at once, and
-        # keeps its page cache coherent; with direct_io it would wait for each.
-        return protocol.opened(self._add_handle(handle), Opened.KEEP_CACHE)
+        how = Opened.DIRECT_IO if self._writes_directly(flags) else Opened.KEEP_CACHE
+        return protocol.opened(self._add_handle(handle), how)
+
+    def _writes_directly(self, flags: int) -> bool:
+        """Whether what is written through a handle shall not be copied to the kernel's page cache
+        on its way. Not with O_DIRECT: the kernel then splits a large request into several at
+        once, where with direct_io it would wait for each. Who may read may also map it."""
+        is_for_writing = flags & (os.O_ACCMODE | os.O_DIRECT) == os.O_WRONLY
+        return is_for_writing and bool(self._agreed & Capability.DIRECT_IO_ALLOW_MMAP)
 
     def _session_opened(self, handle: _Handle) -> Step[int]:
         """The session of a file that is being opened, 0 where that cannot be told; who is to

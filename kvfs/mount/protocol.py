@@ -29,6 +29,7 @@ _WRITE = Struct("=QQIIQIxxxx")  # handle, offset, size, flags, lock owner, flags
 HEAD_SIZE = REQUEST.size + _WRITE.size
 
 _INIT = Struct("=IIII")  # major, minor, read-ahead, flags
+_FLAGS2 = Struct("=I")  # behind it, with INIT_EXT: the flags from bit 32 on
 # major, minor, read-ahead, flags, background, congestion, write size, time step in ns, pages,
 # alignment, flags2
 _INIT_ANSWER = Struct("=IIIIHHIIHHI28x")
@@ -110,6 +111,8 @@ class Capability(IntFlag):
     PARALLEL_DIROPS = 1 << 18
     MAX_PAGES = 1 << 22
     HANDLE_KILLPRIV_V2 = 1 << 28
+    INIT_EXT = 1 << 30
+    DIRECT_IO_ALLOW_MMAP = 1 << 36
 
 
 WANTED = reduce(or_, Capability)
@@ -165,12 +168,32 @@ class Changes:
     kills_suid: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """With the kernel, for as long as it is mounted. `read_ahead` in bytes, as the kernel wants
+    it."""
+
+    read_ahead: int
+    capabilities: Capability
+
+
+_LOW_FLAGS = 0xFFFF_FFFF
 _SECOND_NS = 10**9
 _NO_ATTRIBUTES = bytes(_ATTRIBUTES.size)
 NOT_LOOKED_UP = bytes(_ENTRY.size + _ATTRIBUTES.size)
 
 
 # -- what requests say
+
+
+def agreement(body: bytes) -> Agreement:
+    """On what the kernel offers with INIT. Raises OSError EPROTO where it is too old."""
+    major, minor, read_ahead, flags = _INIT.unpack_from(body)
+    if (major, minor) < (MAJOR, MINOR):
+        raise OSError(errno.EPROTO, "Linux 5.4 or newer is needed")
+    if flags & Capability.INIT_EXT:
+        flags |= _FLAGS2.unpack_from(body, _INIT.size)[0] << _LOW_FLAGS.bit_length()
+    return Agreement(read_ahead, Capability(flags & WANTED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,14 +345,11 @@ def write_arguments(head: memoryview) -> tuple[int, int, int, bool]:
 # -- answers
 
 
-def init_answer(body: bytes) -> bytes:
-    """What is agreed on with the kernel. Raises OSError EPROTO where it is too old."""
-    major, minor, read_ahead, flags = _INIT.unpack_from(body)
-    if (major, minor) < (MAJOR, MINOR):
-        raise OSError(errno.EPROTO, "Linux 5.4 or newer is needed")
+def init_answer(agreed: Agreement) -> bytes:
     return _INIT_ANSWER.pack(
-        MAJOR, MINOR, read_ahead, flags & WANTED, _BACKGROUND_MAX, _CONGESTED_AT,
-        REQUEST_SIZE_MAX, 1, REQUEST_SIZE_MAX // _PAGE, 0, 0,
+        MAJOR, MINOR, agreed.read_ahead, agreed.capabilities & _LOW_FLAGS, _BACKGROUND_MAX,
+        _CONGESTED_AT, REQUEST_SIZE_MAX, 1, REQUEST_SIZE_MAX // _PAGE, 0,
+        agreed.capabilities >> _LOW_FLAGS.bit_length(),
     )  # fmt: skip
 
 

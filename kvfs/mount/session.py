@@ -53,6 +53,7 @@ class Session:
             if hasattr(filesystem, operation.method)
         }
         self._write = filesystem.write
+        self._agreed = getattr(filesystem, "agreed", lambda capabilities: None)
         self._head = memoryview(bytearray(HEAD_SIZE))
         self._pool = BufferPool(protocol.REQUEST_SIZE_MAX, _IDLE_BUFFERS_MAX)
         self._data = self._pool.take()
@@ -141,8 +142,9 @@ class Session:
 
     def _refuse(self, opcode: int, unique: int, body: bytes) -> None:
         if opcode == Opcode.INIT:
-            answer = protocol.init_answer(body)
-            self._answer(unique, "init", answer, None)
+            agreement = protocol.agreement(body)
+            self._agreed(agreement.capabilities)
+            self._answer(unique, "init", protocol.init_answer(agreement), None)
         elif opcode not in protocol.UNANSWERED:
             # The kernel then does without, and mostly asks no more.
             self._send(unique, -errno.ENOSYS, b"")

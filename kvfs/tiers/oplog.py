@@ -126,6 +126,10 @@ class OperationLog:
 
     def begin(self, token: bytes) -> None:
         self._token = token
+        # No request is to wait for the memory of the first one.
+        if not self._used and not self._idle and self.has_room(0):
+            with suppress(OSError):
+                self._idle.append(self._create())
 
     def append(
         self,

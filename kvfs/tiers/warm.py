@@ -52,6 +52,7 @@ _IDLE_SHARE = 16  # of the limit: one part in so many may be chunks of the log t
 _IDLE_MAX = 4
 _NAMED = 64  # victims that are asked for at once
 _SERIAL_BITS = 62  # of the first number in a mount: none of another mount comes near it
+_LARGE_MIN = 1024 * 1024  # who begins with so much at once has more
 _STOCK_FILL_PCT = 50  # above it no memory is made ready for what may come
 _GROWING_SECONDS = 10.0  # who wrote nothing for so long is not expected to write more
 _TAIL_CUT_MAX = 16 * 1024 * 1024  # at once: to give these pages back takes some 2 ms
@@ -644,13 +645,13 @@ class WarmTier:
             return None
 
     def _wants_spare(self, kvmap: Kvmap | None, unit: int, size: int) -> bool:
-        """Whether a session is so large that it should have touched memory, if there is any,
-        rather than fresh."""
+        """Whether a session is so large, or a pool so busy, that it should have touched memory, if
+        there is any, rather than fresh."""
         if not self._spares.has(self._file_max(unit)):
             return False
         if kvmap is None:
-            return size >= UNIT
-        is_large = max(size, kvmap.taken // 2) >= UNIT
+            return size >= _LARGE_MIN or not unit
+        is_large = max(size, kvmap.taken) >= UNIT or not unit
         return is_large and not kvmap.is_prepared and kvmap.growth(size) > 0
 
     def _reuse(self, unit: int, size: int) -> Kvmap | None:

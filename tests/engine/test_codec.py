@@ -12,6 +12,7 @@ from kvfs.engine.codec import (
     Codec,
     CodecChoice,
     Layout,
+    Share,
     decode,
     encode,
     layout_of,
@@ -174,21 +175,22 @@ def test_byte_planes_shrink_bf16_well_and_plain_zstd_less(seed: int) -> None:
 
 def test_auto_compresses_while_the_device_is_slower_and_data_shrinks() -> None:
     auto = AutoCodec()
-    assert auto.next_batch(), "the first batch is a probe"
-    assert not auto.next_batch(), "nothing is known yet"
+    assert auto.next_batch() is Share.LARGEST, "the first batch is a probe"
+    assert auto.next_batch() is Share.NONE, "nothing is known yet"
     auto.saw_write(1000, 1.0)
     auto.saw_encode(3000, 2000, 1.0)
-    assert auto.next_batch()
+    assert auto.next_batch() is Share.ALL
     for _ in range(50):
         auto.saw_write(1_000_000, 1.0)
-    assert not auto.next_batch(), "now the device is faster than the encoder"
+    assert auto.next_batch() is Share.NONE, "now the device is faster than the encoder"
     auto.space_is_short = True
-    assert auto.next_batch()
+    assert auto.next_batch() is Share.ALL
     for _ in range(50):
         auto.saw_encode(1000, 1000, 1.0)
-    assert not auto.next_batch(), "it would save nothing"
-    probes = sum(auto.next_batch() for _ in range(2 * AutoCodec.PROBE_INTERVAL))
-    assert probes == 2, "one batch in so many finds out whether that is still so"
+    assert auto.next_batch() is Share.NONE, "it would save nothing"
+    shares = [auto.next_batch() for _ in range(2 * AutoCodec.PROBE_INTERVAL)]
+    assert shares.count(Share.LARGEST) == 2, "one batch in so many finds out if that is still so"
+    assert Share.ALL not in shares
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,9 @@ def test_records_of_another_token_are_dropped(directory: Path) -> None:
     """They were answered by a mount whose state is not the one of the ring."""
     log, _ = opened(directory)
     kept(log, 1)
+    before = chunk_files(directory)
     assert opened(directory, token=OTHER)[1] == []
-    assert chunk_files(directory) == []
+    assert not set(chunk_files(directory)) & set(before)
 
 
 def test_records_of_another_ring_are_dropped(directory: Path) -> None:

@@ -206,6 +206,19 @@ class Tier:
         return self.tier.usage().spare
 
 
+@pytest.mark.parametrize(("unit", "size"), [(OTHER, MIB), (0, MIB // 64)])
+def test_who_is_likely_to_write_more_begins_in_memory_that_was_used(
+    directory: Path, unit: int, size: int
+) -> None:
+    it = Tier(directory)
+    it.save(SESSION, 10)
+    before = it.inodes
+    it.tier.evict_unit(SESSION)
+    it.save(unit, 1, os.urandom(size))
+    assert it.inodes == before
+    assert on_disk(directory) == it.tier.usage().taken + it.spare
+
+
 def test_memory_that_was_given_up_is_used_again(directory: Path) -> None:
     it = Tier(directory)
     it.save(SESSION, 10)
@@ -213,7 +226,7 @@ def test_memory_that_was_given_up_is_used_again(directory: Path) -> None:
     it.tier.evict_unit(SESSION)
     assert it.inodes == set() and it.spare >= 8 * MIB
     assert it.tier.usage().taken <= taken - 10 * MIB
-    it.save(OTHER, 1)
+    it.save(OTHER, 1, os.urandom(MIB // 4))
     assert not it.inodes & before, "it is not known to be large yet"
     it.save(OTHER, 10)
     assert it.inodes >= before and it.spare < 8 * MIB
