@@ -1,9 +1,9 @@
 """Reads extents from the device: neighbours in one I/O, verified, decoded, kept a while.
 
 An extent's id is never reused and its bytes never change, so what is kept cannot
-go stale. Chunks (one device read each) live in pooled buffers; the least recently
-used are given up. All state belongs to the loop's thread; a chunk's work touches
-only the device and its own buffers.
+go stale. Chunks (one device read each) live in pooled buffers; those that were given out
+whole are given up soon, then the least recently used. All state belongs to the loop's
+thread; a chunk's work touches only the device and its own buffers.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 _ROTTEN_MAX = 65_536
 _BUFFER_SIZES = (64 * 1024, EXTENT_SIZE_MAX)
+# Who reads all of a chunk has it, or the kernel has; its memory, which is in the processor's
+# cache, is worth more to the next read than fresh memory.
+_GIVEN_OUT_MAX = 8
 _READS_MAX = 128  # each has a buffer, and keeps it where the device does not answer
 
 
@@ -48,10 +51,15 @@ class Chunk:
     starts: dict[int, int] = field(default_factory=dict)
     bad: set[int] = field(default_factory=set)
     unread: set[int] = field(default_factory=set)
+    given_out: int = 0  # bytes
     users: int = 0
     evicted: bool = False
     given_back: bool = False
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_given_out(self) -> bool:
+        return self.given_out >= sum(extent.size for extent in self.extents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,7 @@ class ExtentReader:
         self._pools = [BufferPool(size, self._chunks_max) for size in _BUFFER_SIZES]
         self._chunks: OrderedDict[int, Chunk] = OrderedDict()
         self._by_extent: dict[int, Chunk] = {}
+        self._given_out: dict[int, Chunk] = {}
         self.errors = ReadErrors()
         self.counters = ReadCounters()
         self._rotten: LRUCache[int, None] = LRUCache(_ROTTEN_MAX)
@@ -213,6 +222,17 @@ class ExtentReader:
         start = chunk.starts[extent.extent_id]
         return [Kept(chunk.buffer, start, start + extent.size, None)]
 
+    def gave_out(self, extent: Extent, length: int) -> None:
+        """Who asked for it got so many of its bytes."""
+        chunk = self._by_extent.get(extent.extent_id)
+        if chunk is None:
+            return
+        chunk.given_out += length
+        if chunk.is_given_out:
+            self._given_out[id(chunk)] = chunk
+            if len(self._given_out) > _GIVEN_OUT_MAX:
+                self._evict(next(iter(self._given_out.values())))
+
     def saw_rot(self, extent: Extent) -> bool:
         """An extent is not what was written. Counted and told once; whether it is new."""
         if extent.extent_id in self._rotten:
@@ -299,6 +319,7 @@ class ExtentReader:
             return
         chunk.evicted = True
         del self._chunks[id(chunk)]
+        self._given_out.pop(id(chunk), None)
         for extent in chunk.extents:
             if self._by_extent.get(extent.extent_id) is chunk:
                 del self._by_extent[extent.extent_id]

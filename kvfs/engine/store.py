@@ -384,6 +384,9 @@ class Store:
                 if not missing:
                     data = self._assembler.join(parts)
                     self._reader.counters.payload_read += len(data)
+                    for part in parts:
+                        if isinstance(part, Stored):
+                            self._reader.gave_out(part.extent, part.length)
                     return data
                 if self._reader.reads.is_reached:
                     yield from self._reader.reads.room()

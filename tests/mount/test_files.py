@@ -162,6 +162,54 @@ def test_shared_and_private_mappings(mounter: Mounter, kv_mount: Path) -> None:
     assert (reopened(mounter) / "f").read_bytes() == bytes(MIB) + b"hello" + bytes(MIB - 5)
 
 
+def test_all_ways_to_a_file_see_each_other(mounter: Mounter, kv_mount: Path) -> None:
+    """What is written for writing alone, past the page cache, and by a mapping, beside it."""
+    rng, size = random.Random(5), 256 * 1024
+    path, model = kv_mount / "f", bytearray(size)
+    path.write_bytes(model)
+    with path.open("r+b", buffering=0) as both, mmap.mmap(both.fileno(), size) as shared:
+        handles = [os.open(path, os.O_WRONLY), both.fileno(), os.open(path, os.O_RDONLY)]
+        for _ in range(2000):
+            length = rng.choice((1, 100, 4096, 30_000))
+            at = rng.randrange(size - length)
+            match rng.randrange(4):
+                case 0:
+                    data = rng.randbytes(length)
+                    assert os.pwrite(rng.choice(handles[:2]), data, at) == length
+                    model[at : at + length] = data
+                case 1:
+                    data = rng.randbytes(length)
+                    shared[at : at + length] = data
+                    model[at : at + length] = data
+                case 2:
+                    found = os.pread(rng.choice(handles[1:]), length, at)
+                    assert found == model[at : at + length]
+                case 3:
+                    assert shared[at : at + length] == model[at : at + length]
+        os.close(handles[0])
+        os.close(handles[2])
+    assert (reopened(mounter) / "f").read_bytes() == model
+
+
+def test_what_is_written_for_writing_alone_is_not_copied_to_the_page_cache(
+    mounter: Mounter, kv_mount: Path
+) -> None:
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 6):
+        pytest.skip("this kernel copies all")
+
+    def served() -> int:
+        count: int = mounter.stats()["counters"]["payload_read"]
+        return count
+
+    path, data = kv_mount / "f", os.urandom(4 * MIB)
+    path.write_bytes(data)
+    before = served()
+    assert path.read_bytes() == data
+    assert served() - before == len(data)
+    assert path.read_bytes() == data
+    assert served() - before == len(data), "now it is there"
+
+
 def test_many_overwrites_at_random_equal_a_model(mounter: Mounter, kv_mount: Path) -> None:
     rng = random.Random(4)
     model = bytearray()

@@ -21,7 +21,7 @@ from kvfs.mount import protocol
 from kvfs.mount import session as session_module
 from kvfs.mount.attach import MountError, attach
 from kvfs.mount.loop import Loop
-from kvfs.mount.protocol import Call, Opened
+from kvfs.mount.protocol import Call, Capability, Opened
 from kvfs.mount.session import Session
 
 ROOT = 1
@@ -43,6 +43,9 @@ class Faulty:
             raise NotImplementedError(name)
 
         return handler
+
+    def agreed(self, capabilities: Capability) -> None:
+        self.capabilities = capabilities
 
     def getattr(self, call: Call) -> bytes:
         return protocol.attributes_answer(_attributes(call.inode), 0)

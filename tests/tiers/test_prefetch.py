@@ -107,7 +107,9 @@ def test_layers_that_were_all_opened_before_are_read_ahead_in_order_only(store: 
     for place in (0, 3, 7, 4, 10):
         read(store, look_ahead, readers[place], 0, LAYER_SIZE)
         assert held(store, inodes[place + 1]) == 0
+    readers = [run(look_ahead.opened(ino)) for ino in inodes]
     for place in (0, 1, 2):
+        assert held(store, inodes[3]) == 0
         read(store, look_ahead, readers[place], 0, LAYER_SIZE)
     assert held(store, inodes[3]) == LAYER_SIZE
 
