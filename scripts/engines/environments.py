@@ -71,6 +71,8 @@ LMCACHE = Environment(
         "aiofiles==25.1.0",
         "aiohttp==3.14.5",
         "blake3==1.0.11",
+        "cachetools==8.0.2",
+        "cryptography==50.0.2",
         "fastapi==0.165.0",
         "grpcio==1.85.3",
         "httpx==0.28.1",
