@@ -48,13 +48,15 @@ _CAPABILITY = b"security.capability"
 
 @dataclass(slots=True)
 class _Handle:
-    """An open file or directory. `direct`: what is written does not come by the kernel's page
-    cache; `snapshot` is the content of a file in `/.kvfs`; `session` the one that the file is
-    in, 0 in a pool; `batch` how many names of a directory are likely to be wanted at once."""
+    """An open file or directory. `direct`: opened with O_DIRECT; `writes_directly`: what is written
+    does not come by the kernel's page cache; `snapshot` is the content of a file in `/.kvfs`;
+    `session` the one that the file is in, 0 in a pool; `batch` how many names of a directory are
+    likely to be wanted at once."""
 
     ino: int
     session: int = 0
     direct: bool = False
+    writes_directly: bool = False
     reader: Reader | None = None
     snapshot: bytes | None = None
     batch: int = _READDIR_BATCH
@@ -227,15 +229,16 @@ class Filesystem:
         # The answer is copied before anything else runs, so it may be a view.
         return data
 
-    def write(
-        self, call: Call, fh: int, offset: int, data: memoryview, kills_suid: bool
-    ) -> Step[bytes]:
+    def write(self, call: Call, fh: int, offset: int, data: memoryview, flags: int) -> Step[bytes]:
         handle = self._handles[fh]
         self._saw_use(handle)
+        kills_suid = bool(flags & protocol.WRITE_KILL_SUIDGID)
         if kills_suid or handle.ino not in self._without_capability:
             yield from self._drop_privileges(handle.ino, kills_suid)
         size = yield from self._store.write(handle.ino, offset, data)
-        if handle.direct and handle.ino in self._in_page_cache:
+        # Pages on their way to us are not dropped: the kernel would wait for this very answer.
+        is_direct = handle.writes_directly and not flags & protocol.WRITE_CACHE
+        if is_direct and handle.ino in self._in_page_cache:
             yield from self._drop_pages(handle.ino)
         return protocol.written(size)
 
@@ -431,8 +434,8 @@ class Filesystem:
             return node
 
     def _open(self, ino: int, flags: int) -> Step[bytes]:
-        is_direct = bool(flags & os.O_DIRECT) or self._writes_directly(flags)
-        handle = _Handle(ino, direct=is_direct)
+        is_direct, writes_directly = bool(flags & os.O_DIRECT), self._writes_directly(flags)
+        handle = _Handle(ino, direct=is_direct, writes_directly=is_direct or writes_directly)
         # First: what is open is not reclaimed, and what follows may wait.
         self._store.pin(ino)
         self._store.opened(ino)
@@ -445,15 +448,17 @@ class Filesystem:
             self._store.closed(ino)
             yield from self._store.unpin(ino)
             raise
-        how = Opened.DIRECT_IO if self._writes_directly(flags) else Opened.KEEP_CACHE
+        how = Opened.DIRECT_IO if writes_directly else Opened.KEEP_CACHE
         return protocol.opened(self._add_handle(handle), how)
 
     def _writes_directly(self, flags: int) -> bool:
         """Whether what is written through a handle shall not be copied to the kernel's page cache
-        on its way. Not with O_DIRECT: the kernel then splits a large request into several at
-        once, where with direct_io it would wait for each. Who may read may also map it."""
-        is_for_writing = flags & (os.O_ACCMODE | os.O_DIRECT) == os.O_WRONLY
-        return is_for_writing and bool(self._agreed & Capability.DIRECT_IO_ALLOW_MMAP)
+        on its way: who opens for writing alone, or makes a file that nobody else may have made,
+        is not about to read it. Not with O_DIRECT: the kernel then splits a large request into
+        several at once, where with direct_io it would wait for each."""
+        is_for_writing = flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_EXCL
+        may = Capability.DIRECT_IO_ALLOW_MMAP in self._agreed
+        return may and bool(is_for_writing) and not flags & os.O_DIRECT
 
     def _session_opened(self, handle: _Handle) -> Step[int]:
         """The session of a file that is being opened, 0 where that cannot be told; who is to

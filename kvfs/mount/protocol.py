@@ -139,7 +139,8 @@ class _Valid(IntFlag):
     KILL_SUIDGID = 1 << 11
 
 
-_WRITE_KILL_SUIDGID = 1 << 2
+# Of a WRITE: it is of pages of the kernel's cache, by whichever handle; bits of the mode go.
+WRITE_CACHE, WRITE_KILL_SUIDGID = 1 << 0, 1 << 2
 _OPEN_KILL_SUIDGID = 1 << 0
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 
@@ -335,11 +336,10 @@ OPERATIONS = {
 }
 
 
-def write_arguments(head: memoryview) -> tuple[int, int, int, bool]:
-    """Handle, offset and size of a WRITE, from the head in front of its data, and whether the
-    file's set-user-ID and set-group-ID bits go."""
+def write_arguments(head: memoryview) -> tuple[int, int, int, int]:
+    """Handle, offset, size and flags (WRITE_*) of a WRITE, from the head in front of its data."""
     handle, offset, size, flags, _, _ = _WRITE.unpack_from(head, REQUEST.size)
-    return handle, offset, size, bool(flags & _WRITE_KILL_SUIDGID)
+    return handle, offset, size, flags
 
 
 # -- answers

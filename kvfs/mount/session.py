@@ -150,9 +150,9 @@ class Session:
             self._send(unique, -errno.ENOSYS, b"")
 
     def _receive_write(self, unique: int, call: Call) -> None:
-        handle, offset, size, kills_suid = protocol.write_arguments(self._head)
+        handle, offset, size, flags = protocol.write_arguments(self._head)
         buffer = self._data
-        step = self._write(call, handle, offset, buffer[:size], kills_suid)
+        step = self._write(call, handle, offset, buffer[:size], flags)
         self._begin()
         waits = self.in_flight
         start(self.loop, step, self._deadline_seconds, partial(self._end_write, unique, buffer))

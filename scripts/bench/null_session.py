@@ -117,7 +117,7 @@ class NullHandlers:
     def read(self, call: Call, fh: int, offset: int, size: int) -> memoryview:
         return self._zeros[:size]
 
-    def write(self, call: Call, fh: int, offset: int, data: memoryview, kills_suid: bool) -> bytes:
+    def write(self, call: Call, fh: int, offset: int, data: memoryview, flags: int) -> bytes:
         return protocol.written(len(data))
 
     def release(self, call: Call, fh: int) -> None:

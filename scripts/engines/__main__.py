@@ -1,6 +1,6 @@
 """Run real engines, unchanged, on a directory of KVFS, and beside one on the same disk.
 
-    python -m scripts.engines [--engine NAME ...] [--rounds 5] [--dir DIR] [--json]
+    python -m scripts.engines [--engine NAME ...] [--rounds 5] [--dir DIR] [--beside DIR] [--json]
 
 First what each is promised: what it stored is found after a restart of it and of KVFS, also when
 the daemon was killed, and it goes on when its files are reclaimed; all that comes back is compared
@@ -39,6 +39,9 @@ def main(
     directory: Annotated[
         Path | None, typer.Option("--dir", help="On the disk that is measured.")
     ] = None,
+    beside: Annotated[
+        Path | None, typer.Option(help="A directory of another filesystem, in place of the disk's.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Instead of the table.")] = False,
 ) -> None:
     console = Console(stderr=True)
@@ -55,7 +58,7 @@ def main(
                     status.update(f"{one.name}: {name}")
                     promise(one, directory)
                 found = None
-                for found in compare(one, directory, rounds):
+                for found in compare(one, directory, rounds, beside or directory):
                     done = len(found.load_kvfs)
                     status.update(f"{one.name}: speed, {done} of {rounds} rounds")
         except (Broken, subprocess.CalledProcessError) as failure:

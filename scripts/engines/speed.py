@@ -54,18 +54,21 @@ class _Round:
     loaded: Outcome
 
 
-def compare(engine: Engine, directory: Path | None, rounds: int) -> Iterator[Comparison]:
-    """After each round, all so far. Raises Broken if what is loaded is not what was stored."""
+def compare(
+    engine: Engine, directory: Path | None, rounds: int, beside: Path | None
+) -> Iterator[Comparison]:
+    """After each round, all so far; the ring is in `directory`, the other place in `beside`. Raises
+    Broken if what is loaded is not what was stored."""
     plain, kvfs = list[_Round](), list[_Round]()
     with (
-        tempfile.TemporaryDirectory(prefix="kvfs-engine-", dir=directory) as beside,
+        tempfile.TemporaryDirectory(prefix="kvfs-engine-", dir=beside) as other,
         new_ring("engine", directory, "--size", _RING_SIZE) as ring,
     ):
         ring.mount()
         for number in range(rounds):
             both = [(plain, _on_plain), (kvfs, _on_kvfs)]
             for found, measure in both if number % 2 == 0 else reversed(both):
-                found.append(measure(engine, Path(beside), ring))
+                found.append(measure(engine, Path(other), ring))
             yield Comparison(
                 engine,
                 kvfs[0].stored.bytes,
@@ -76,13 +79,13 @@ def compare(engine: Engine, directory: Path | None, rounds: int) -> Iterator[Com
             )
 
 
-def _on_plain(engine: Engine, beside: Path, ring: Ring) -> _Round:
+def _on_plain(engine: Engine, other: Path, ring: Ring) -> _Round:
     if engine.rival:
-        return _on_kvfs(engine.rival, beside, ring)
-    return _round(engine, beside / "engine", lambda: None)
+        return _on_kvfs(engine.rival, other, ring)
+    return _round(engine, other / "engine", lambda: None)
 
 
-def _on_kvfs(engine: Engine, beside: Path, ring: Ring) -> _Round:
+def _on_kvfs(engine: Engine, other: Path, ring: Ring) -> _Round:
     def mount_again() -> None:
         ring.umount()
         ring.mount()

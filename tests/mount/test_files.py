@@ -166,7 +166,13 @@ def test_all_ways_to_a_file_see_each_other(mounter: Mounter, kv_mount: Path) -> 
     """What is written for writing alone, past the page cache, and by a mapping, beside it."""
     rng, size = random.Random(5), 256 * 1024
     path, model = kv_mount / "f", bytearray(size)
-    path.write_bytes(model)
+    with path.open("x+b", buffering=0) as made:
+        made.write(model)
+        with mmap.mmap(made.fileno(), size) as shared:
+            shared[: len(b"mapped")] = model[: len(b"mapped")] = b"mapped"
+            assert os.pread(made.fileno(), 8, 0) == b"mapped\0\0"
+        assert made.write(b"more") == 4
+        os.truncate(path, size)
     with path.open("r+b", buffering=0) as both, mmap.mmap(both.fileno(), size) as shared:
         handles = [os.open(path, os.O_WRONLY), both.fileno(), os.open(path, os.O_RDONLY)]
         for _ in range(2000):
@@ -191,9 +197,26 @@ def test_all_ways_to_a_file_see_each_other(mounter: Mounter, kv_mount: Path) -> 
     assert (reopened(mounter) / "f").read_bytes() == model
 
 
+def test_a_mapping_by_a_direct_handle_is_written_while_others_read(kv_mount: Path) -> None:
+    """Were its pages dropped when they are written, the kernel would wait for itself."""
+    path = kv_mount / "f"
+    path.write_bytes(bytes(4096))
+    drop_caches()
+    fd = os.open(path, os.O_RDWR | os.O_DIRECT)
+    with mmap.mmap(fd, 4096) as shared:
+        for word in (b"mapped", b"again!"):
+            assert path.read_bytes()[:6] == shared[:6]
+            shared[:6] = word
+            shared.flush()
+    os.close(fd)
+    assert path.read_bytes()[:6] == b"again!"
+
+
+@pytest.mark.parametrize("mode", ["wb", "xb", "x+b"])
 def test_what_is_written_for_writing_alone_is_not_copied_to_the_page_cache(
-    mounter: Mounter, kv_mount: Path
+    mounter: Mounter, kv_mount: Path, mode: str
 ) -> None:
+    """Nor by who makes a file that nobody else may have made."""
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 6):
         pytest.skip("this kernel copies all")
 
@@ -202,7 +225,8 @@ def test_what_is_written_for_writing_alone_is_not_copied_to_the_page_cache(
         return count
 
     path, data = kv_mount / "f", os.urandom(4 * MIB)
-    path.write_bytes(data)
+    with path.open(mode) as file:
+        file.write(data)
     before = served()
     assert path.read_bytes() == data
     assert served() - before == len(data)

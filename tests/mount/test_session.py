@@ -79,9 +79,7 @@ class Faulty:
         self.asked_for.append(name)
         raise OSError(errno.ENODATA, "none")
 
-    def write(
-        self, call: Call, fh: int, offset: int, data: memoryview, kills_suid: bool
-    ) -> Step[bytes]:
+    def write(self, call: Call, fh: int, offset: int, data: memoryview, flags: int) -> Step[bytes]:
         gate: Completion[None] = Completion()
         asyncio.get_running_loop().call_later(0.05, gate.finish)
         yield from wait(gate)

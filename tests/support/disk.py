@@ -177,9 +177,7 @@ class _Served:
         yield from self._passes("read", offset, offset + size)
         return os.pread(self.fd, size, offset)
 
-    def write(
-        self, call: Call, fh: int, offset: int, data: memoryview, kills_suid: bool
-    ) -> Step[bytes]:
+    def write(self, call: Call, fh: int, offset: int, data: memoryview, flags: int) -> Step[bytes]:
         yield from self._passes("write", offset, offset + len(data))
         self.unflushed.append((offset, os.pread(self.fd, len(data), offset)))
         return protocol.written(os.pwrite(self.fd, data, offset))

@@ -29,8 +29,8 @@ def folder() -> Path:
             dtype=torch.bfloat16,
             quantization_config=GgufConfig(dequantize=True),
         )
-        # What was unpacked is not to be taken for packed.
-        del model.config.quantization_config
+        # What was unpacked is not to be taken for packed; some releases see to that.
+        vars(model.config).pop("quantization_config", None)
         AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(_FOLDER)
         model.save_pretrained(_FOLDER)
     return _FOLDER
