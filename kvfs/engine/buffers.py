@@ -34,6 +34,11 @@ class BufferPool:
         self._idle += others
         return first
 
+    def stock(self, count: int) -> None:
+        """Have so many idle ones: for a thread, before somebody waits for them."""
+        while len(self._idle) < count:
+            self._idle += _touched(self.size)
+
     def give(self, buffer: memoryview) -> None:
         """Hand a buffer back; nobody may use it, or a view of it, any longer."""
         assert len(buffer) == self.size

@@ -133,6 +133,10 @@ class ExtentReader:
         """Bytes of decoded extents that are kept."""
         return self._chunks_max * EXTENT_SIZE_MAX
 
+    def make_ready(self, size: int) -> None:
+        """Touch memory for so many bytes of what will be read. In a thread."""
+        self._pools[-1].stock(min(size // EXTENT_SIZE_MAX, self._chunks_max))
+
     def fetch(self, extents: Sequence[Extent]) -> list[Chunk]:
         """The chunks that hold, or will hold, these extents; reads what is missing. Raises EIO
         for what a device has that `is_silent`."""

@@ -21,6 +21,7 @@ from uuid import UUID
 
 from kvfs.engine.device import DeviceError, FileDevice
 from kvfs.engine.format import Superblock
+from kvfs.engine.io import Urgency
 from kvfs.engine.store import Store
 from kvfs.engine.superblocks import Superblocks, read_superblocks
 from kvfs.mount import large_pages
@@ -113,7 +114,9 @@ async def _serve(
     if store.damage:
         log.error("%s", store.damage)
     unrecovered = store.read_only and log_at(buffer.home, buffer.boot) is not None
-    look_ahead = LookAhead(store, min(config.window_size, store.reader.capacity // 2))
+    window_size = min(config.window_size, store.reader.capacity // 2)
+    executor.submit(partial(store.reader.make_ready, 2 * window_size), Urgency.BACKGROUND)
+    look_ahead = LookAhead(store, window_size)
     migration = Migration(store, buffer, executor, profile.warm_fill_pct, profile.warm_group)
     planner = _planner(migration, executor, profile)
     uses = Uses(buffer.policy, buffer.clock)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfs.engine import buffers as buffers_module
 from kvfs.engine.buffers import BufferPool, aligned, copy, is_aligned
 from kvfs.engine.device import DeviceError, FileDevice, create_image, read_bytes
 from kvfs.engine.format import BLOCK
@@ -137,6 +138,14 @@ def test_buffers_are_aligned_and_used_again() -> None:
     pool.give(second)
     assert pool.take() is first
     assert pool.take() is not second, "more than one idle buffer was kept"
+
+
+def test_nobody_waits_for_memory_that_was_made_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = BufferPool(MIB, kept_max=8)
+    pool.stock(5)
+    monkeypatch.setattr(buffers_module, "_touched", lambda size: pytest.fail("it touches memory"))
+    pool.stock(3)
+    assert len({id(pool.take()) for _ in range(5)}) == 5
 
 
 @pytest.mark.parametrize("size", [0, 1, 64 * 1024 - 1, 64 * 1024, MIB])
