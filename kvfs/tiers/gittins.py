@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvfs.engine.policy import Hint, Keys
+from kvfs.engine.policy import Hint, Keys, Victims
 from kvfs.tiers.ranked import RankedPolicy, Values, grown
 from kvfs.tiers.slots import Slots
 
@@ -67,7 +67,8 @@ class GittinsPolicy(RankedPolicy):
         self._reused = np.zeros((_CLASSES, _BINS))
         self._given_up = np.zeros((_CLASSES, _BINS))  # those forgotten at that age
         self._index = np.ones((_CLASSES, _BINS))
-        self._until_lesson = self._lesson = 1  # in uses
+        self._lesson = 1  # in uses: after so many
+        self._unlearnt = 0
 
     def _grown(self, size: int) -> None:
         super()._grown(size)
@@ -77,9 +78,13 @@ class GittinsPolicy(RankedPolicy):
 
     def touch(self, keys: Keys, now_s: float) -> None:
         super().touch(keys, now_s)
-        self._until_lesson -= len(keys)
-        if self._until_lesson <= 0:
+        self._unlearnt += len(keys)
+
+    def victims(self, count: int, now_s: float) -> Victims:
+        # Not when something is used: that is while somebody waits, and nobody may ever ask.
+        if self._unlearnt >= self._lesson:
             self._learn()
+        return super().victims(count, now_s)
 
     def _used(self, slots: Slots) -> None:
         known = slots[self._is_known[slots]]
@@ -116,7 +121,7 @@ class GittinsPolicy(RankedPolicy):
     # -- learning
 
     def _learn(self) -> None:
-        kept = np.exp(-self._lesson / _MEMORY_USES)
+        kept = np.exp(-self._unlearnt / _MEMORY_USES)
         self._reused *= kept
         self._given_up *= kept
         waiting = self._given_up + self._count(np.flatnonzero(self._is_known))
@@ -124,7 +129,7 @@ class GittinsPolicy(RankedPolicy):
         self._index = index.reshape(_CLASSES, _BINS)
         # Soon at first, then after a share of what is known was used.
         rare = max(_LEARN_MIN, len(self._slots) // _LEARN_SHARE)
-        self._until_lesson = self._lesson = min(2 * self._lesson, rare)
+        self._lesson, self._unlearnt = min(2 * self._lesson, rare), 0
 
     def _count(self, slots: Slots) -> Counts:
         cells = np.ravel_multi_index(self._cells(slots, self._now_s), (_CLASSES, _BINS))
