@@ -35,7 +35,7 @@ def _through(engine: Engine, directory: Path | None, end: Callable[[Ring], None]
     """An engine that finds nothing again goes on meanwhile."""
     with new_ring("engine", directory, "--size", _RING_SIZE) as ring:
         ring.mount()
-        with running(engine, _place(engine, ring)) as process:
+        with running(engine, place_of(engine, ring)) as process:
             stored = process.store()
             if engine.finds_again:
                 process.kill()
@@ -44,7 +44,7 @@ def _through(engine: Engine, directory: Path | None, end: Callable[[Ring], None]
             if not engine.finds_again:
                 loaded = process.load()
         if engine.finds_again:
-            with running(engine, _place(engine, ring)) as process:
+            with running(engine, place_of(engine, ring)) as process:
                 loaded = process.load()
         _same(engine, loaded, stored)
         if not loaded.hits:
@@ -61,14 +61,14 @@ def reclaim(engine: Engine, directory: Path | None) -> None:
         profile.write_text('name = "oldest-first"\npolicy = "lru"\n')
         clock = FastClock.from_now(_CLOCK_FACTOR)
         ring.mount("--profile", str(profile), clock=clock)
-        with running(engine, _place(engine, ring)) as process:
+        with running(engine, place_of(engine, ring)) as process:
             stored = process.store()
             _displace(ring)
             _same(engine, process.load(), stored)
             if engine.stores_again:
                 _store_again(engine, process, stored)
                 _displace(ring)
-        with running(engine, _place(engine, ring)) as process:
+        with running(engine, place_of(engine, ring)) as process:
             _same(engine, process.load(), stored)
             _store_again(engine, process, stored)
 
@@ -85,7 +85,7 @@ def keep(engine: Engine, directory: Path | None) -> None:
     """What its process has open stays, whatever else is written: as much as the ring holds."""
     with new_ring("engine", directory, "--size", _SMALL_RING_SIZE) as ring:
         ring.mount(clock=FastClock.from_now(_CLOCK_FACTOR))
-        with running(engine, _place(engine, ring)) as process:
+        with running(engine, place_of(engine, ring)) as process:
             stored = process.store()
             reclaimed = ring.stats()["counters"]["reclaimed_units"]
             deadline = time.monotonic() + _FILL_SECONDS
@@ -96,7 +96,8 @@ def keep(engine: Engine, directory: Path | None) -> None:
             _same(engine, process.load(), stored)
 
 
-def _place(engine: Engine, ring: Ring) -> Path:
+def place_of(engine: Engine, ring: Ring) -> Path:
+    """Its directory on the mount."""
     place = ring.mountpoint / "engine"
     place.mkdir(exist_ok=True)
     if engine.is_pool:

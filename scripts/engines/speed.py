@@ -12,6 +12,7 @@ from pathlib import Path
 
 from scripts.bench.disk import drop_caches
 from scripts.engines.engine import Engine, Outcome, running
+from scripts.engines.promises import place_of
 from scripts.trials.ring import Broken, Ring, new_ring
 
 GOAL = 0.7
@@ -82,7 +83,9 @@ def compare(
 def _on_plain(engine: Engine, other: Path, ring: Ring) -> _Round:
     if engine.rival:
         return _on_kvfs(engine.rival, other, ring)
-    return _round(engine, other / "engine", lambda: None)
+    place = other / "engine"
+    place.mkdir()
+    return _round(engine, place, lambda: None)
 
 
 def _on_kvfs(engine: Engine, other: Path, ring: Ring) -> _Round:
@@ -90,13 +93,12 @@ def _on_kvfs(engine: Engine, other: Path, ring: Ring) -> _Round:
         ring.umount()
         ring.mount()
 
-    return _round(engine, ring.mountpoint / "engine", mount_again)
+    return _round(engine, place_of(engine, ring), mount_again)
 
 
 def _round(engine: Engine, place: Path, send_down: Callable[[], None]) -> _Round:
     """`send_down` and the caches' drop are between store and load, and so is the end of the
     process, unless it would find nothing then, or takes long."""
-    place.mkdir()
     drop_caches()
     ends_between = engine.finds_again and not (engine.keeps_open or engine.is_slow_to_start)
     with running(engine, place) as process:
