@@ -137,12 +137,12 @@ class EncodeBatch:
         )
 
     def __call__(self) -> Encoded:
-        started = time.perf_counter()
         as_they_lie = [self._goes_as_it_lies(number) for number in range(len(self.extents))]
         arena = Arena.for_extents(
             [extent for extent, lies in zip(self.extents, as_they_lie, strict=True) if not lies],
             self.pool,
         )
+        started = time.perf_counter()
         payloads = []
         at = encoded_bytes = encoded_into = 0
         for number, extent in enumerate(self.extents):
@@ -231,15 +231,22 @@ def start_encoding(
 
 
 def _codecs(extents: list[NewExtent], auto: AutoCodec) -> list[Codec]:
-    share = auto.next_batch() if extents else Share.NONE
-    compressed = [extent for extent in extents if extent.choice == CodecChoice.AUTO]
-    if share is Share.LARGEST and compressed:
-        compressed = [max(compressed, key=attrgetter("size"))]
-    ids = {extent.extent_id for extent in compressed if share is not Share.NONE}
+    compressed = _compressed(extents, auto.next_batch()) if extents else set()
     return [
-        codec.resolve(extent.choice, extent.layout, auto_compresses=extent.extent_id in ids)
+        codec.resolve(extent.choice, extent.layout, auto_compresses=extent.extent_id in compressed)
         for extent in extents
     ]
+
+
+def _compressed(extents: list[NewExtent], share: Share) -> set[int]:
+    """The ids of the `auto` extents that are."""
+    found = [extent for extent in extents if extent.choice == CodecChoice.AUTO]
+    match share:
+        case Share.NONE:
+            return set()
+        case Share.LARGEST if found:
+            return {max(found, key=attrgetter("size")).extent_id}
+    return {extent.extent_id for extent in found}
 
 
 def place(batch: Batch, encoded: Encoded, ring: Ring, state: State, vault: Vault) -> Placed:
