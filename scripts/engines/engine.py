@@ -30,6 +30,7 @@ class Engine:
     `keeps_open`: what it stores is for its process alone, in a file that it keeps open.
     `stores_again`: what is gone it makes anew and stores; else it goes on believing in its files
     until its next process, on any filesystem.
+    `leaves`: a pattern for what its process leaves in /dev/shm when it is killed.
     `is_slow_to_start`: its speed is taken in one process a round.
     `imports_kvfs`: its driver does.
     `rival`: it is at home on KVFS alone, and to be faster there than this one.
@@ -44,6 +45,7 @@ class Engine:
     is_pool: bool = False
     keeps_open: bool = False
     stores_again: bool = True
+    leaves: str | None = None
     is_slow_to_start: bool = False
     imports_kvfs: bool = False
     rival: Engine | None = None
@@ -97,6 +99,7 @@ class Running:
 @contextmanager
 def running(engine: Engine, directory: Path) -> Iterator[Running]:
     """A process of its own, which is killed at the end: none of them may need more time."""
+    left_before = _left_by(engine)
     python, driver = engine.environment.python, _DRIVERS / f"{engine.driver}.py"
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     if engine.imports_kvfs:
@@ -116,3 +119,10 @@ def running(engine: Engine, directory: Path) -> Iterator[Running]:
             yield Running(engine, process, log)
         finally:
             process.kill()
+            process.wait()
+            for path in _left_by(engine) - left_before:
+                path.unlink(missing_ok=True)
+
+
+def _left_by(engine: Engine) -> set[Path]:
+    return set() if engine.leaves is None else set(Path("/dev/shm").glob(engine.leaves))
