@@ -243,9 +243,9 @@ def _compressed(extents: list[NewExtent], share: Share) -> set[int]:
     found = [extent for extent in extents if extent.choice == CodecChoice.AUTO]
     match share:
         case Share.NONE:
-            return set()
-        case Share.LARGEST if found:
-            return {max(found, key=attrgetter("size")).extent_id}
+            found = []
+        case Share.LARGEST:
+            found = sorted(found, key=attrgetter("size"))[-1:]
     return {extent.extent_id for extent in found}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 from pathlib import Path
 
@@ -10,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvfs.engine import buffers
 from kvfs.engine.codec import Codec
-from kvfs.engine.format import BLOCK, EXTENT_SIZE_MIN, Extent
+from kvfs.engine.format import BLOCK, EXTENT_SIZE_MAX, EXTENT_SIZE_MIN, Extent
 from kvfs.engine.io import run
 from kvfs.engine.nodes import FILE_SIZE_MAX
 from kvfs.engine.state import XATTR_VALUE_MAX
 from kvfs.engine.store import WRITE_SIZE_MAX
 from tests.engine.audit import audit
-from tests.engine.kit import DIRECTORY, MIB, Bench, failure_of, flip, new_device, noise
+from tests.engine.kit import DIRECTORY, MIB, OPTIONS, Bench, failure_of, flip, new_device, noise
 from tests.support.devices import RecordingDevice
 
 
@@ -382,6 +384,25 @@ def test_a_read_that_fails_harms_no_other_file(bench: Bench) -> None:
 
 
 # -- the cache of extents --------------------------------------------------------------
+
+
+def test_what_was_read_whole_makes_room_for_what_is_read_next(
+    tmpfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the cache has room: fresh memory would cost more than the read."""
+    options = dataclasses.replace(OPTIONS, cache_size=64 * MIB)
+    bench = Bench(tmpfs, new_device(segments=32), options=options)
+    inos = [bench.make(b"%d" % number) for number in range(24)]
+    for number, ino in enumerate(inos):
+        bench.write(ino, noise(200_000, number))
+    run(bench.store.close())
+    bench.open()
+    touched = []
+    touch = buffers._touched
+    monkeypatch.setattr(buffers, "_touched", lambda size: touched.append(size) or touch(size))
+    for number, ino in enumerate(inos):
+        assert bench.read(ino) == noise(200_000, number)
+    assert 0 < sum(size == EXTENT_SIZE_MAX for size in touched) <= 6, "each is two buffers"
 
 
 @pytest.mark.parametrize("codec", [b"none", b"zstd"])

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+from kvfs.engine.codec import Codec
 from kvfs.engine.format import DATA_START, SUPERBLOCK_ADDRESSES
 from kvfs.engine.io import Step, run
 from tests.engine.audit import audit
 from tests.engine.deferred import DeferredExecutor, Task
 from tests.engine.kit import FILE, MIB, Bench, new_device, noise
+from tests.support import encrypted
 from tests.support.devices import RecordingDevice, Written, everything_survives
 
 T = TypeVar("T")
@@ -492,3 +494,26 @@ def test_a_frame_that_could_not_be_written_has_no_latency(deferred: DeferredBenc
 def fail(does: bool) -> None:
     if does:
         raise OSError(errno.EIO, "the device fails")
+
+
+def test_what_goes_to_the_ring_as_it_lies_takes_no_memory(tmpfs: Path) -> None:
+    if encrypted.by_option is not None:
+        pytest.skip("all of it is enciphered")
+    bench = Bench(tmpfs)
+    arenas = bench.store._writer._arenas
+    for choice, is_used in ((b"none", False), (b"zstd", True)):
+        ino = bench.make(choice)
+        run(bench.store.set_xattr(ino, b"user.kvfs.codec", choice))
+        bench.write(ino, bytes(MIB))
+        run(bench.store.sync())
+        assert bool(arenas._idle) == is_used
+
+
+def test_a_probe_of_the_codec_is_the_largest_extent_alone(tmpfs: Path) -> None:
+    bench = Bench(tmpfs)
+    inos = [bench.make(b"%d" % number) for number in range(3)]
+    for ino, size in zip(inos, (50_000, 100_000, 70_000), strict=True):
+        bench.write(ino, bytes(size))
+    run(bench.store.sync())
+    found = [run(bench.store.extents(ino, 0, MIB)) for ino in inos]
+    assert [extent.codec != Codec.NONE for (extent,) in found] == [False, True, False]

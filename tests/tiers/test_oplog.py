@@ -62,6 +62,14 @@ def chunk_files(directory: Path) -> list[Path]:
     return sorted(directory.iterdir())
 
 
+def test_the_memory_of_the_first_operation_is_there_before_it(directory: Path) -> None:
+    log, _ = opened(directory)
+    before = chunk_files(directory)
+    assert len(before) == 1
+    kept(log, 1)
+    assert chunk_files(directory) == before
+
+
 # -- what survives ---------------------------------------------------------------------
 
 

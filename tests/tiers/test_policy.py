@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvfs.engine.policy import Hint, Policy
+from kvfs.tiers import gittins
 from kvfs.tiers.gittins import GittinsPolicy, gittins_index
 from kvfs.tiers.policy import LRU, S3FIFO, HeatPolicy
 from kvfs.tiers.replay import Foreknowledge, HintGiven, Replay, Trace
@@ -274,6 +275,21 @@ def test_the_default_learns_that_scans_are_not_used_again_and_sessions_are() -> 
     best = Foreknowledge(trace).hit_ratio(30)
     assert of_all[LRU] == 0
     assert of_all[GittinsPolicy] > 0.7 * best
+
+
+def test_the_default_learns_when_it_is_asked_and_not_while_something_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lessons = []
+    learnt = gittins._learnt_index
+    monkeypatch.setattr(gittins, "_learnt_index", lambda *c: lessons.append(1) or learnt(*c))
+    policy = GittinsPolicy()
+    for number in range(100):
+        policy.touch([number], float(number))
+    assert not lessons
+    policy.victims(1, 100.0)
+    policy.victims(1, 100.0)
+    assert len(lessons) == 1
 
 
 def agents(turns: int, meaning: tuple[Hint, Hint] | None) -> Trace:
